@@ -3,9 +3,9 @@
     python benchmarks/server_transport.py
     python benchmarks/server_transport.py --megabytes 100 --servers 2
 
-One worker pushes a gradient and gets the weights back, as in a synchronous step of one worker: over an ipc socket, and
-over TCP with CURVE, as between hosts. The server adds, updates with SGD and answers; gloo's two
-ranks add and return the sum. Sides take turns, medians of the rounds are shown.
+One worker pushes a gradient and gets the weights back, as in a synchronous step of one worker: through memory that both
+share, over an ipc socket, and over TCP with CURVE, as between hosts. The server adds, updates with SGD and answers;
+gloo's two ranks add and return the sum. Sides take turns, medians of the rounds are shown.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from weft.hosts import host_id
 from weft.plan.partition.server_shards import ServedTensor
 from weft.server.local_servers import LocalServers
 from weft.server.protocol.client import ServerClient
@@ -63,7 +64,7 @@ def settings_of(numel: int, num_servers: int) -> Settings:
 class Worker:
     """Pushes a gradient of ones, and waits for the weights."""
 
-    def __init__(self, settings: Settings, addresses: tuple[str, ...], key: JobKey | None) -> None:
+    def __init__(self, settings: Settings, addresses: tuple[str, ...], key: JobKey | None, *, host: str = "") -> None:
         layouts = [ServerLayout.of(settings, server) for server in range(settings.num_servers)]
         weights = [torch.zeros(one.numel) for one in settings.tensors]
         gradients = [torch.ones(one.numel) for one in settings.tensors]
@@ -72,7 +73,8 @@ class Worker:
             return [[tensors[one.tensor][one.start : one.stop] for one in layout.parts] for layout in layouts]
 
         self.gradients = views(gradients)
-        self.client = ServerClient(addresses, key, WorkerRank(settings, views(weights), worker=0, start=1))
+        rank = WorkerRank(settings, views(weights), worker=0, start=1, host=host)
+        self.client = ServerClient(addresses, key, rank)
         self.client.wait_for_weights(timeout_s=60.0)
 
     def step(self) -> None:
@@ -116,6 +118,7 @@ def main() -> None:
         key_file = Path(folder) / "key"
         key = write_key(key_file)
         ipc = LocalServers(args.servers, most_frame_bytes=BUCKET_BYTES)
+        shared = LocalServers(args.servers, most_frame_bytes=BUCKET_BYTES)
         curve = LocalServers(args.servers, most_frame_bytes=BUCKET_BYTES, tcp_host="127.0.0.1", key_file=key_file)
         ranks = [
             context.Process(target=gloo_rank, args=(rank, f"{folder}/store", numel, args.rounds, channel, turn))
@@ -123,8 +126,9 @@ def main() -> None:
         ]
         for one in ranks:
             one.start()
-        with ipc, curve:
+        with ipc, curve, shared:
             workers = {
+                "shared memory": Worker(settings, shared.addresses, None, host=host_id()),
                 "ipc": Worker(settings, ipc.addresses, None),
                 "TCP with CURVE": Worker(settings, curve.addresses, key),
             }

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from weft.hosts import host_id
 from weft.plan.partition.server_shards import ServedTensor
 from weft.server.protocol.client import ServerClient
 from weft.server.protocol.layout import ServerLayout
@@ -49,7 +50,7 @@ def counting_settings(*, num_servers: int, num_workers: int) -> Settings:
 
 
 class CountingRank:
-    """A worker's only rank, with its weights."""
+    """A worker's only rank, with its weights. Worker 0 shares memory with servers, the others do not."""
 
     def __init__(self, settings: Settings, number: int, start: int) -> None:
         self.num_workers = settings.num_workers
@@ -63,6 +64,7 @@ class CountingRank:
             start=_start_of(number, start),
             gives_first=number == 0,
             earlier_starts=earlier,
+            host=host_id() if number == 0 else "",
         )
 
     def step(self, client: ServerClient) -> None:

@@ -34,8 +34,8 @@ WORKER_START = 1
 class ReusingWorker(PlayedWorker):
     """Computes every gradient in the same memory, as training does."""
 
-    def __init__(self, number: int, settings: Settings, *, start: int = WORKER_START) -> None:
-        super().__init__(number, settings, start=start)
+    def __init__(self, number: int, settings: Settings, *, start: int = WORKER_START, host: str = "") -> None:
+        super().__init__(number, settings, start=start, host=host)
         self.start = start
         self.peers = {server: f"{number}/{start}/{server}/0".encode() for server in self.peers}
         self.rank._earlier_starts = list(range(WORKER_START, start))
@@ -50,7 +50,8 @@ class ReusingWorker(PlayedWorker):
                 held[:] = frame
             return push(server, bucket, [memoryview(one) for one in memory])
 
-        self.rank.push = push_from_memory  # type: ignore[method-assign]
+        if not host:  # else it is the memory that is shared
+            self.rank.push = push_from_memory  # type: ignore[method-assign]
 
     def step(self) -> list[Message]:
         found = super().step()
@@ -71,7 +72,7 @@ class File:
 class Dying(Play):
     """A run in which anybody may die."""
 
-    def __init__(self, settings: Settings, *, seed: int) -> None:
+    def __init__(self, settings: Settings, *, seed: int, host: str = "") -> None:
         self.chance = random.Random(seed)
         self.files = [File() for _ in range(settings.num_servers)]
         self.attempts = [0] * settings.num_servers
@@ -82,12 +83,13 @@ class Dying(Play):
         """Workers that have died."""
         self.told: dict[tuple[int, int, int], int] = {}
         """By worker, start and server: the first clock that the worker was not told is applied."""
-        super().__init__(settings, [ReusingWorker(number, settings) for number in range(settings.num_workers)])
+        workers = [ReusingWorker(number, settings, host=host) for number in range(settings.num_workers)]
+        super().__init__(settings, workers, host=host)
         for one in self.workers.values():
             self.hello(one)
 
     def make_server(self, number: int) -> ParameterServer:
-        return ParameterServer(number, attempt=self.attempts[number], comes_back_s=60.0)
+        return ParameterServer(number, attempt=self.attempts[number], comes_back_s=60.0, host=self.host)
 
     def answer(self, server: int, reply: Reply) -> None:
         self.write(server)
@@ -189,7 +191,7 @@ class Dying(Play):
             self.to_servers.pop((name, server), None)
             self.to_workers.pop((name, server), None)
             self.by_peer.pop(old.peers[server], None)
-        new = self.workers[name] = ReusingWorker(name, self.settings, start=old.start + 1)
+        new = self.workers[name] = ReusingWorker(name, self.settings, start=old.start + 1, host=self.host)
         self.by_peer |= {peer: new for peer in new.peers.values()}
         self.hello(new)
 
@@ -242,7 +244,7 @@ class Dying(Play):
         messages = worker.pushed[clock]
         mine = [one for one in messages if one.server == server]
         return Arrival(
-            buckets={one.bucket: one.frames for one in mine if one.kind == Kind.PUSH},
+            buckets={one.bucket: one.frames for one in mine if one.kind in (Kind.PUSH, Kind.PUSH_SHARED)},
             commits={0: next(read_commit(one) for one in mine if one.kind == Kind.COMMIT)},
         )
 
@@ -267,7 +269,8 @@ def noting_applied() -> Any:
     by_one = Updates.by_one
 
     def noted(self: Updates, worker: int, arrival: Arrival) -> None:
-        self.__dict__.setdefault("applied", []).append((worker, arrival))
+        copies = {bucket: tuple(map(bytes, frames)) for bucket, frames in arrival.buckets.items()}
+        self.__dict__.setdefault("applied", []).append((worker, replace(arrival, buckets=copies)))
         by_one(self, worker, arrival)
 
     return mock.patch.object(Updates, "by_one", noted)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
+from weft.hosts import host_id
 from weft.server.invitations import Invitations
 from weft.server.process import ServerLoop, ServerOptions
 from weft.server.server import ParameterServer
@@ -45,7 +46,7 @@ class ServersInThreads:
             invitations = None
             if job and number == 0:
                 invitations = Invitations(job=job, num_servers=num_servers, num_started=num_started)
-            server = ParameterServer(number, most_frame_bytes=most_frame_bytes, invitations=invitations)
+            server = ParameterServer(number, most_frame_bytes=most_frame_bytes, invitations=invitations, host=host_id())
             loop = ServerLoop(server, options, None)
             self.addresses += tuple(loop.addresses)
             self._threads.append(threading.Thread(target=self._serve, args=(loop,), daemon=True))

@@ -15,7 +15,6 @@ from weft.plan.exchange.push_format import rows_together
 from weft.plan.partition.server_shards import ServedTensor
 from weft.plan.plan import Codec
 from weft.server.other_servers import TO_LEADER
-from weft.server.protocol.frames import frame_of
 from weft.server.protocol.layout import ServerLayout
 from weft.server.protocol.message import Begin, Commit, Kind, Message, pack_message
 from weft.server.protocol.settings import Settings
@@ -95,13 +94,20 @@ class PlayedWorker:
     """A worker of one rank, which computes as soon as it has its weights."""
 
     def __init__(
-        self, number: int, settings: Settings, *, size: Callable[[int], int] = lambda clock: 4, start: int = 1
+        self,
+        number: int,
+        settings: Settings,
+        *,
+        size: Callable[[int], int] = lambda clock: 4,
+        start: int = 1,
+        host: str = "",
     ) -> None:
+        """`host`: whose servers it shares memory with."""
         self.settings, self.size = settings, size
         self.weights = first_weights()
         layouts = [ServerLayout.of(settings, server) for server in range(settings.num_servers)]
         views = [[part_of(layout, part, self.weights) for part in range(len(layout.parts))] for layout in layouts]
-        self.rank = WorkerRank(settings, views, worker=number, start=start, gives_first=number == 0)
+        self.rank = WorkerRank(settings, views, worker=number, start=start, gives_first=number == 0, host=host)
         self.name = number
         self.peers = {server: f"{number}/{start}".encode() for server in range(settings.num_servers)}
         self.begun: list[Begin] = []
@@ -164,10 +170,11 @@ class PlayedWorker:
         for layout in self.rank.layouts if count else ():
             for bucket, parts in enumerate(layout.buckets):
                 values = [part_of(layout, part, gradients) / scale for part in parts]
-                frames: list[Any] | None = [frame_of(one) for one in values]
-                if self.codecs is not None:
-                    frames = self.codecs.encode((layout.server, bucket), values, step=self.clock)
-                    is_finite = self.codecs.is_finite
+                if self.codecs is None:
+                    made.append(self.rank.push_gradients(layout.server, bucket, values))
+                    continue
+                frames = self.codecs.encode((layout.server, bucket), values, step=self.clock)
+                is_finite = self.codecs.is_finite
                 assert frames is not None
                 made.append(self.rank.push(layout.server, bucket, frames))
         said = Commit(
@@ -210,7 +217,9 @@ def server_peer(number: int) -> bytes:
 class Play:
     """Servers and workers, and the messages between them in queues that are emptied in an order of one's own."""
 
-    def __init__(self, settings: Settings, workers: Sequence[PlayedWorker]) -> None:
+    def __init__(self, settings: Settings, workers: Sequence[PlayedWorker], *, host: str = "") -> None:
+        """`host`: that of the servers."""
+        self.host = host
         self.servers = [self.make_server(number) for number in range(settings.num_servers)]
         self.workers = {one.name: one for one in workers}
         self.by_peer = {peer: one for one in workers for peer in one.peers.values()}
@@ -229,7 +238,7 @@ class Play:
                 self.answer(server.number, reply)
 
     def make_server(self, number: int) -> ParameterServer:
-        return ParameterServer(number)
+        return ParameterServer(number, host=self.host)
 
     def say(self, worker: PlayedWorker, messages: Sequence[Message]) -> None:
         for message in messages:
@@ -300,7 +309,8 @@ class Play:
 
 def play(settings: Settings, steps: int, *, pick: Callable[[int], int] = lambda count: 0, **workers: Any) -> Play:
     """A whole run with the workers that the settings name."""
-    made = Play(settings, [PlayedWorker(number, settings, **workers) for number in range(settings.num_workers)])
+    played = [PlayedWorker(number, settings, **workers) for number in range(settings.num_workers)]
+    made = Play(settings, played, host=workers.get("host", ""))
     for one in made.workers.values():
         made.hello(one)
     made.run(steps, pick=pick)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ from weft.plan.partition.served_wire import BEGIN_BYTES, COMMIT_BYTES, HEADER_BY
 from weft.plan.partition.server_shards import ServedTensor
 from weft.plan.plan import Plan
 from weft.planning.server_memory import predict_server_memory, served_tensors_of
-from weft.server.protocol import message
+from weft.server.protocol import message, shared_places
 from weft.sync.served import SERVERS, ServedSync
 
 
@@ -55,20 +57,23 @@ def specs_of(model: torch.nn.Module) -> list[ParameterSpec]:
 
 @ranks(2)
 @pytest.mark.parametrize(
-    "plan",
+    ("plan", "transport"),
     [
-        server_plan(2, shards=2, bucket_bytes=1000),
-        server_plan(2, shards=3, bucket_bytes=100_000, microbatches=2, clip_norm=0.1),
-        server_plan(2, shards=1, mode="async", bucket_bytes=1000),
+        (server_plan(2, shards=2, bucket_bytes=1000), "auto"),
+        (server_plan(2, shards=3, bucket_bytes=100_000, microbatches=2, clip_norm=0.1), "c10d"),
+        (server_plan(2, shards=1, mode="async", bucket_bytes=1000), "auto"),
     ],
 )
-def test_bytes_of_a_step_are_those_predicted(plan: Plan) -> None:
+def test_bytes_of_a_step_are_those_predicted(plan: Plan, transport: str) -> None:
+    """Whether they pass through sockets or shared memory."""
+    plan = replace(plan, comm=replace(plan.comm, transport=transport))
     model = small_gpt().double()
     tensors = served_tensors_of(plan, specs_of(model))
     predicted = served_step_bytes(tensors, num_servers=plan.server.shards, bucket_bytes=plan.comm.bucket_bytes)
-    with allowing_servers(), servers_in_threads():
+    least = mock.patch.object(shared_places, "LEAST_BYTES", 0)
+    with least, allowing_servers(), servers_in_threads():
         trainer = weft.parallelize(model, plan, loss="cross-entropy", optimizer=SGD, device="cpu")
-    with trainer:
+    with least, trainer:
         sync = trainer.sync
         assert isinstance(sync, ServedSync)
         sync.take_part()
@@ -82,6 +87,8 @@ def test_bytes_of_a_step_are_those_predicted(plan: Plan) -> None:
             assert passed == [(one.sent, one.received) for one in predicted]
             sent = trainer.mesh.traffic[SERVERS].sent_bytes - sent_before
             assert sent == sum(one.sent for one in predicted)
+        assert sync._client is not None
+        assert all(bool(one) == (transport == "auto") for one in sync._client.rank.shares.read_bytes)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,9 @@
 A server holds its parts of the weights and what the optimizer keeps of them, for as long as the run lasts. The rest
 comes and goes: gradients of workers, which stay as they came until a clock is whole; their sum; and copies of weights,
 where an update may not write what a worker is still reading, or what its gradient will be compensated for.
-Not counted: the process itself (Python and torch, some 200 MB), and what ZeroMQ has not handed over yet.
+What a server shares with ranks of its host is the same memory in another place: gradients lie where these ranks put
+them, and weights where they read them. Not counted: lines of 128 bytes at which places begin there; the process itself
+(Python and torch, some 200 MB), and what ZeroMQ has not handed over yet.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """What a server sends to a worker: its next clock and the weights for it, or the optimizer's state.
 
-Frames of weights are the weights themselves: nothing is copied.
+Frames of weights are the weights themselves: nothing is copied. Ranks of this host are told where they lie.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -53,11 +54,30 @@ def send_clock(server: ParameterServer, worker: int) -> Iterator[Reply]:
     for place, peer in sorted(peers.items()):
         begins = server.message(Kind.BEGIN, worker, clock=clock, place=place, frames=(pack_begin(begin),))
         yield Reply(peer=peer, message=begins)
+    sharing_memory = _show(server, worker, clock)
     for bucket, parts in enumerate(server.layout.buckets):
-        frames = tuple(frame_of(weights[part]) for part in parts)
         for place in server.layout.holders(bucket):
+            if place in sharing_memory and server.shares.has_weights(server.layout, bucket):
+                sent = server.message(Kind.WEIGHTS_SHARED, worker, clock=clock, place=place, bucket=bucket)
+                yield Reply(peer=peers[place], message=sent)
+                continue
+            frames = tuple(frame_of(weights[part]) for part in parts)
             sent = server.message(Kind.WEIGHTS, worker, clock=clock, place=place, bucket=bucket, frames=frames)
             yield Reply(peer=peers[place], message=sent, lends=server.settings.pull == MASTER)
+
+
+def _show(server: ParameterServer, worker: int, clock: int) -> set[int]:
+    """Tell a worker's ranks that share memory with this server where the weights of this version are; returns which
+    ranks these are."""
+    assert server.store is not None and server.layout is not None
+    shares = {place: server.shares.of(worker, place) for place in server.members.peers_of(worker)}
+    found = {place: share for place, share in shares.items() if share is not None}
+    if not found or (memory := server.store.share(server.shares.weight_places(server.layout))) is None:
+        return set()
+    for share in found.values():
+        share.show(clock, memory)
+        server.store.lend_shared(functools.partial(share.has_taken, clock))
+    return set(found)
 
 
 def send_state(server: ParameterServer, peer: bytes, message: Message) -> Iterator[Reply]:

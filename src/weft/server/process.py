@@ -4,7 +4,8 @@
 
 It is started with what it must know on its standard input, says on its standard output at which address it listens, and
 ends when its standard input is closed, so that it cannot outlive who started it. One thread receives, computes and
-sends; ZeroMQ moves bytes in threads of its own meanwhile. Weights are sent from where they lie.
+sends; ZeroMQ moves bytes in threads of its own meanwhile. Weights are sent from where they lie,
+or read there by ranks of this host.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from weft.errors import LaunchError, WeftError
+from weft.hosts import host_id
 from weft.server.invitations import Invitations
 from weft.server.other_servers import TO_LEADER
 from weft.server.protocol.frames import send_frames
@@ -246,6 +248,7 @@ def run(options: ServerOptions) -> None:
         invitations=invitations,
         attempt=options.attempt,
         comes_back_s=options.comes_back_s,
+        host=host_id(),
     )
     try:
         key = read_key(Path(options.key_file)) if options.key_file is not None else None

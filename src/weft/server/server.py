@@ -38,6 +38,7 @@ from weft.server.protocol.settings import Settings, difference, read_settings
 from weft.server.protocol.worker_rank import SESSION_BITS
 from weft.server.recovery import Recovery, read_clocks
 from weft.server.weights.first_values import FirstValues
+from weft.server.weights.shares import Shares
 from weft.server.weights.store import PartStore
 from weft.server.weights.updates import Updates
 from weft.server.workers.arrivals import Arrivals
@@ -59,13 +60,17 @@ class ParameterServer:
         invitations: Invitations | None = None,
         attempt: int = 0,
         comes_back_s: float = 0.0,
+        host: str = "",
     ) -> None:
         """`most_frame_bytes`: the longest frame that its connections let through. `invitations`: of the first server,
         where the run was given a name. `attempt`: earlier processes of this server, which died. `comes_back_s`: within
-        which time it is started again, from a snapshot; 0: never."""
+        which time it is started again, from a snapshot; 0: never. `host`: whose ranks share memory with it; empty:
+        none."""
         self.number, self._dead_after_s, self._most_frame_bytes = number, dead_after_s, most_frame_bytes
         self._invitations = invitations
         self.settings: Settings | None = None
+        self._job = 0
+        """The digest of the settings, which takes as long as an update of a small layer."""
         self.layout: ServerLayout | None = None
         self.store: PartStore | None = None
         self.updates: Updates | None = None
@@ -73,6 +78,7 @@ class ParameterServer:
         self.members = Members(num_ranks=1, dead_after_s=dead_after_s)
         self.others = OtherServers(number, attempt=attempt)
         self.recovery = Recovery(attempt=attempt, comes_back_s=comes_back_s)
+        self.shares = Shares(host)
         self.refused: Counter[str] = Counter()
         """Messages that changed nothing, by reason."""
         self.arrivals: dict[int, Arrivals] = {}
@@ -158,8 +164,7 @@ class ParameterServer:
             elif kind == Kind.LEAVE:
                 self.members.said_goodbye(message.worker, message.session)
         else:
-            assert self.settings is not None
-            if sender != (message.worker, message.place, message.session) or message.job != self.settings.digest:
+            if sender != (message.worker, message.place, message.session) or message.job != self._job:
                 self.refused["impostor"] += 1
                 return
             self.members.heard(message.worker, now_s)
@@ -177,6 +182,8 @@ class ParameterServer:
             self.take_first(message)
         elif message.kind == Kind.PUSH:
             self.arrivals[worker].push(message)
+        elif message.kind == Kind.PUSH_SHARED:
+            self.arrivals[worker].push(self.shares.read(message))
         elif message.kind == Kind.COMMIT:
             if self.store is None or self.mode is None:
                 raise Malformed("a commit before the first weights")
@@ -273,6 +280,7 @@ class ParameterServer:
             "version": self.version,
             "has_weights": self.store is not None,
             "comes_back_s": self.recovery.comes_back_s,
+            "shared": self.shares.offer(self.layout, worker, message.place, said.get("host")),
         }
         yield Reply(peer=peer, message=self.message(Kind.WELCOME, worker, frames=(pack_object(welcome),)))
         if is_whole:
@@ -282,7 +290,7 @@ class ParameterServer:
         """The first hello decides what this server is to do."""
         job = None if self._invitations is None else self._invitations.job
         layout = accept(settings, number=self.number, job=job, most_frame_bytes=self._most_frame_bytes)
-        self.settings, self.layout = settings, layout
+        self.settings, self.layout, self._job = settings, layout, settings.digest
         self._first = FirstValues(layout)
         self.members = Members(num_ranks=settings.num_ranks, dead_after_s=self._dead_after_s)
         if settings.is_sync:
@@ -328,6 +336,7 @@ class ParameterServer:
         self._farewells += [self._given_up(peer, worker, session) for place, peer in peers if place != but]
         was_whole = worker in self.members.workers
         self.members.leave(worker, is_over=not asks_back)
+        self.shares.leave(worker)
         self._waiting.pop(worker, None)
         if worker in self.arrivals:
             self.arrivals[worker].drop_open()
@@ -379,7 +388,7 @@ class ParameterServer:
     def message(self, kind: Kind, worker: int, *, session: int | None = None, **fields: Any) -> Message:
         return Message(
             kind=kind,
-            job=0 if self.settings is None else self.settings.digest,
+            job=self._job,
             session=max(self.members.session_of(worker), 0) if session is None else session,
             worker=worker,
             server=self.number,

@@ -24,6 +24,7 @@ import torch
 
 from weft.comm.group import Traffic
 from weft.errors import JobError, PlanError
+from weft.hosts import host_id
 from weft.mesh import Mesh
 from weft.parallel.zero.grouping import torch_dtype
 from weft.plan.model_refusals import PULL_OF_16_BIT_WEIGHTS
@@ -167,6 +168,7 @@ class ServedSync(WrappingSync):
             first_state=functools.partial(self._state_of, optimizer) if optimizer.state else None,
             progress=(trainer.steps_done, trainer.data_position),
             earlier_starts=run.earlier_starts,
+            host="" if run.plan.comm.transport == "c10d" else host_id(),
         )
         traffic = mesh.traffic.setdefault(SERVERS, Traffic())
         self._client = ServerClient(run.addresses, run.key, rank, traffic=traffic)
@@ -373,7 +375,7 @@ class ServedSync(WrappingSync):
                 self._client.push_frames(bucket.server, bucket.number, frames)
         elif any(one is not None for one in ranges):
             self._pushed.add(key)
-            self._client.push(bucket.server, bucket.number, [None if one is None else one.cpu() for one in ranges])
+            self._client.push(bucket.server, bucket.number, ranges)
 
 
 def _is_single(state: object) -> bool:

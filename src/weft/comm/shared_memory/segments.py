@@ -18,11 +18,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 Way = Literal["anonymous", "named"]
+Access = Literal["writes", "reads"]
+"""What peers may do with a sealed segment."""
 
 _HEADER_BYTES = 4096
 """Bytes before the memory itself, with a token that proves to a peer that it opened the right thing."""
 _WORD_BYTES = 8
 _NAME = "/weft-{:016x}"
+_ADD_SEALS, _GET_SEALS = 1033, 1034
+_SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW, _SEAL_FUTURE_WRITE = 1, 2, 4, 16
+"""Of Linux's fcntl.h; Python does not know the last one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,9 +51,9 @@ class Segment:
 
     __slots__ = ("memory", "num_bytes")
 
-    def __init__(self, fd: int, num_bytes: int) -> None:
+    def __init__(self, fd: int, num_bytes: int, *, is_written: bool = True) -> None:
         self.num_bytes = num_bytes
-        self.memory = _map(fd, _HEADER_BYTES + num_bytes)
+        self.memory = _map(fd, _HEADER_BYTES + num_bytes, is_written=is_written)
 
     def part(self, start: int, num_bytes: int) -> memoryview:
         first = _HEADER_BYTES + start
@@ -58,8 +63,9 @@ class Segment:
 class SegmentOwner:
     """A new segment, which peers can open by its handle until `close`."""
 
-    def __init__(self, num_bytes: int, way: Way) -> None:
-        """OSError where there is too little memory of this kind, or none of it."""
+    def __init__(self, num_bytes: int, way: Way, *, sealed: Access | None = None) -> None:
+        """OSError where there is too little memory of this kind, or none of it. `sealed`: peers are not trusted: they
+        cannot change its size, by which its owner would die, and with "reads" cannot write; an anonymous one."""
         self._fd, self._name_number, self._pid = -1, 0, os.getpid()
         name_number = secrets.randbits(62) + 1 if way == "named" else 0  # a signed word, never zero
         self._fd = _create(name_number)
@@ -70,6 +76,8 @@ class SegmentOwner:
                 # /dev/shm may be small: find out now, and not by a bus error in the middle of a step.
                 os.posix_fallocate(self._fd, 0, _HEADER_BYTES + num_bytes)
             self.segment = Segment(self._fd, num_bytes)
+            if sealed is not None:
+                _seal(self._fd, sealed)
         except BaseException:
             self.close()
             raise
@@ -92,16 +100,20 @@ class SegmentOwner:
     __del__ = close
 
 
-def open_segment(handle: SegmentHandle) -> Segment:
-    """A segment of another process of this host; OSError if it cannot be reached, or is not what it should be."""
+def open_segment(handle: SegmentHandle, *, sealed: Access | None = None) -> Segment:
+    """A segment of another process of this host; OSError if it cannot be reached, or is not what it should be.
+    `sealed`: what this process does with it, whose size must be fixed."""
     if handle.way == "anonymous":
-        fd = os.open(f"/proc/{handle.pid}/fd/{handle.fd}", os.O_RDWR | os.O_CLOEXEC)
+        flags = os.O_RDONLY if sealed == "reads" else os.O_RDWR
+        fd = os.open(f"/proc/{handle.pid}/fd/{handle.fd}", flags | os.O_CLOEXEC)
     else:
         fd = _open_named(handle.name_number, os.O_RDWR)
     try:
+        if sealed is not None and not _is_sealed(fd):
+            raise OSError(f"{handle} may change its size")
         if os.fstat(fd).st_size < _HEADER_BYTES + handle.num_bytes:  # a process of another namespace has this number
             raise OSError(f"{handle} is something else")
-        segment = Segment(fd, handle.num_bytes)
+        segment = Segment(fd, handle.num_bytes, is_written=sealed != "reads")
     finally:
         os.close(fd)
     if int.from_bytes(segment.memory[:_WORD_BYTES], "little") != handle.token:
@@ -126,9 +138,9 @@ def _library() -> ctypes.CDLL:
     return library
 
 
-def _map(fd: int, num_bytes: int) -> memoryview:
+def _map(fd: int, num_bytes: int, *, is_written: bool) -> memoryview:
     """Map a file until nothing refers to the memory. Python's own mmap keeps a descriptor for each mapping."""
-    access = mmap.PROT_READ | mmap.PROT_WRITE
+    access = mmap.PROT_READ | (mmap.PROT_WRITE if is_written else 0)
     address = _library().mmap(None, num_bytes, access, mmap.MAP_SHARED, fd, 0)
     if address is None or address == ctypes.c_void_p(-1).value:
         number = ctypes.get_errno()
@@ -143,9 +155,27 @@ def _create(name_number: int) -> int:
         return _open_named(name_number, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     if not hasattr(os, "memfd_create"):
         raise OSError("this system has no memory without a name")
-    fd = os.memfd_create("weft")
+    fd = os.memfd_create("weft", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.fchmod(fd, 0o600)  # left alone, every user could open it through /proc
     return fd
+
+
+def _seal(fd: int, access: Access) -> None:
+    """Fix the size of anonymous memory, and with "reads" allow no further mapping that writes, where the kernel knows
+    that (Linux 5.1). OSError where there are no seals."""
+    import fcntl
+
+    if access == "reads":
+        with suppress(OSError):
+            fcntl.fcntl(fd, _ADD_SEALS, _SEAL_FUTURE_WRITE)
+    fcntl.fcntl(fd, _ADD_SEALS, _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW)
+
+
+def _is_sealed(fd: int) -> bool:
+    import fcntl
+
+    needed = _SEAL_SHRINK | _SEAL_GROW
+    return fcntl.fcntl(fd, _GET_SEALS) & needed == needed
 
 
 def _open_named(name_number: int, flags: int) -> int:

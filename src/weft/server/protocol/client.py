@@ -17,7 +17,6 @@ import torch
 from weft.comm.group import Traffic
 from weft.errors import LaunchError
 from weft.server.protocol.connection import Lost, ServerConnection
-from weft.server.protocol.frames import frame_of
 from weft.server.protocol.keys import JobKey
 from weft.server.protocol.message import Buffer, Commit, Message
 from weft.server.protocol.optimizer_state import PartState
@@ -62,9 +61,9 @@ class ServerClient:
         self._connection.begin_heartbeat(rank.alive)
 
     def push(self, server: int, bucket: int, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Send a bucket of this clock's gradients, from where they lie; None for a part without one. They must stay as
-        they are until the weights of the next clock are here."""
-        self.push_frames(server, bucket, [b"" if one is None else frame_of(one) for one in gradients])
+        """Send a bucket of this clock's gradients, from where they lie, or through shared memory; None for a part
+        without one. They must stay as they are until the weights of the next clock are here."""
+        self._connection.send(self.rank.push_gradients(server, bucket, gradients))
 
     def push_frames(self, server: int, bucket: int, frames: Sequence[Buffer]) -> None:
         """Send a bucket of this clock's gradients that was packed (`pushes.py`); as `push`."""
@@ -93,8 +92,10 @@ class ServerClient:
 
     @property
     def exchanged_bytes(self) -> list[tuple[int, int]]:
-        """Sent to each server so far, and received from it."""
-        return list(zip(self._connection.sent_bytes, self._connection.received_bytes, strict=True))
+        """Sent to each server so far, and received from it; also through shared memory."""
+        by_socket, shared = self._connection.received_bytes, self.rank.shares.read_bytes
+        received = [one + other for one, other in zip(by_socket, shared, strict=True)]
+        return list(zip(self._connection.sent_bytes, received, strict=True))
 
     def close(self) -> None:
         """Leave the run."""

@@ -18,7 +18,7 @@ from typing import Any
 from weft.comm.group import Traffic
 from weft.errors import LaunchError
 from weft.server.protocol.keys import JobKey, secure_worker
-from weft.server.protocol.message import Malformed, Message, pack_message, read_message
+from weft.server.protocol.message import HEADER_BYTES, Malformed, Message, pack_message, read_message
 
 HEARTBEAT_S = 1.0
 DEAF_AFTER_S = 10.0
@@ -62,8 +62,9 @@ class ServerConnection:
         self._ends = threading.Event()
         self.num_malformed = 0
         self.sent_bytes = [0] * len(self._sockets)
-        """To each server so far, headers included; without heartbeats."""
+        """To each server so far, headers included, and what is in shared memory; without heartbeats."""
         self.received_bytes = [0] * len(self._sockets)
+        """By ZeroMQ."""
 
     def _connect(self, address: str, *, pings: bool = False) -> tuple[Any, Any]:
         """A socket, and what says whether it is connected."""
@@ -88,7 +89,7 @@ class ServerConnection:
         """Send a message to its server, from where it lies."""
         frames = pack_message(message)
         self._sockets[message.server].send_multipart(frames, copy=False)
-        num_bytes = sum(map(len, frames))
+        num_bytes = HEADER_BYTES + sum(map(len, message.frames))  # also of those in shared memory
         self.sent_bytes[message.server] += num_bytes
         self._traffic.add(num_calls=1, sent_bytes=num_bytes)
 

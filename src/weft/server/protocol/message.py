@@ -53,6 +53,8 @@ class Kind(IntEnum):
     """Which run is this, where are its servers, and which worker may I be?"""
     SKIP = 10
     """Another server has let this worker begin a later clock: it goes on with that one here, too."""
+    PUSH_SHARED = 11
+    """A PUSH whose gradients are in memory that the rank and the server share; `version` is its token."""
     WELCOME = 16
     """The answer to HELLO: JSON of what the server has."""
     REFUSED = 17
@@ -69,6 +71,8 @@ class Kind(IntEnum):
     """A bucket of weights, with the optimizer's state."""
     RUN = 23
     """The answer to ASK_RUN: JSON."""
+    WEIGHTS_SHARED = 24
+    """WEIGHTS that are in memory which the rank may read."""
     SERVES = 32
     """I am a server. `place` is the number of the server that says this and what follows."""
     JOINED = 33
@@ -112,6 +116,8 @@ class Message:
     """Updates that the server had made of the weights which are sent, or from which a gradient was computed."""
     bucket: int = 0
     frames: tuple[Buffer, ...] = field(default=(), repr=False)
+    is_shared: bool = field(default=False, compare=False)
+    """The frames are where the receiver sees them, and do not travel."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,11 +168,12 @@ class Begin:
 
 
 def pack_message(message: Message) -> list[Buffer]:
-    """The frames of a message."""
+    """The frames of a message, as they travel."""
+    frames = () if message.is_shared else message.frames
     header = _HEADER.pack(
         MAGIC,
         message.kind,
-        len(message.frames),
+        len(frames),
         message.job,
         message.session,
         message.worker,
@@ -176,7 +183,7 @@ def pack_message(message: Message) -> list[Buffer]:
         message.version,
         message.bucket,
     )
-    return [header, *message.frames]
+    return [header, *frames]
 
 
 def read_message(frames: Sequence[Buffer]) -> Message:

@@ -33,6 +33,7 @@ from weft.server.protocol.message import (
     read_object,
 )
 from weft.server.protocol.optimizer_state import PartState, pack_states, read_states
+from weft.server.protocol.rank_share import RankShares
 from weft.server.protocol.settings import MASTER, Settings
 
 LEADER = 0
@@ -63,13 +64,14 @@ class WorkerRank:
         first_state: Callable[[int, int], PartState] | None = None,
         progress: tuple[int, int] = (0, 0),
         earlier_starts: Sequence[int] = (),
+        host: str = "",
     ) -> None:
         """`weights`: by server and part, the flat views that weights are written to, and first values are read from;
         None for parts that this rank has not. `worker`: its number, or -1 to be given one. `start`: a random number of
         this start of the worker, the same on all its ranks. `gives_first`: first values are this worker's, where
         servers have none. `first_state`: the optimizer's of a server's part, where training goes on.
         `progress`: step and place in the data of first values. `earlier_starts`: those of this worker that are over,
-        for which servers need not wait."""
+        for which servers need not wait. `host`: whose servers it shares memory with; empty for none."""
         self.settings, self.worker, self.place = settings, worker, place
         self.layouts = [ServerLayout.of(settings, server) for server in range(settings.num_servers)]
         self.session = start << SESSION_BITS
@@ -101,6 +103,7 @@ class WorkerRank:
         ]
         pull = None if settings.pull == MASTER else settings.pull
         self._pull_bytes = [one.frame_bytes(pull) for one in self.layouts]
+        self.shares = RankShares(self.layouts, place, host)
 
     def hello(self) -> list[Message]:
         """What is said first; a worker without a number asks the first server for one."""
@@ -111,12 +114,14 @@ class WorkerRank:
         """To a server whose connection was lost, in the same session: one that was started again goes on with it, and
         for the others nothing changes; one that still has the old connection ends the session."""
         self.welcomed.discard(server)
+        self.shares.forget(server)
         return [self._hello_to(server)]
 
     def hello_anew(self) -> list[Message]:
         """In a new session, because a server has ended the old one."""
         self.session += 1
         self.welcomed = set()
+        self.shares.forget_all()
         if self.state == State.ARRIVING:
             self._await_all()
         return self.hello()
@@ -140,6 +145,8 @@ class WorkerRank:
             return self._begin(message)
         if message.kind == Kind.WEIGHTS:
             self._take(message)
+        elif message.kind == Kind.WEIGHTS_SHARED:
+            return self._take_shared(message)
         elif message.kind == Kind.STATE:
             self._take_state(message)
         elif message.kind != Kind.ALIVE:
@@ -183,6 +190,15 @@ class WorkerRank:
         message = self._message(Kind.PUSH, server, clock=self.clock, bucket=bucket, frames=tuple(frames))
         return self._keep(message)
 
+    def push_gradients(self, server: int, bucket: int, gradients: Sequence[torch.Tensor | None]) -> Message:
+        """A bucket of this clock's gradients, None for a part without one: in memory that is shared with the server,
+        where that is there; else as `push`. It is kept, and sent again, as frames."""
+        share = self.shares.of(server)
+        if share is None or not share.has_gradients(bucket):
+            return self.push(server, bucket, [b"" if one is None else frame_of(one.cpu()) for one in gradients])
+        kept = self.push(server, bucket, share.put(bucket, gradients))
+        return replace(kept, kind=Kind.PUSH_SHARED, version=share.token, is_shared=True)
+
     def commit(self, said: Commit) -> list[Message]:
         """Nothing more comes of this clock. How many buckets were pushed is filled in."""
         pushed = self._kept.get(self.clock, {})
@@ -209,7 +225,7 @@ class WorkerRank:
     def _hello_to(self, server: int) -> Message:
         step, position = self._progress
         own = {"worker": self.worker, "step": step, "position": position, "replaces": self._earlier_starts}
-        own["clocks"] = list(self._clocks_for(server))
+        own |= {"clocks": list(self._clocks_for(server)), "host": self.shares.host}
         said = pack_object({**self.settings.as_object(), **own})
         return self._message(Kind.HELLO, server, frames=(said,))
 
@@ -246,6 +262,7 @@ class WorkerRank:
         found = read_object(message, {**fields, "comes_back_s": (int, float)})
         self.welcomed.add(message.server)
         self.comes_back_s[message.server] = found["comes_back_s"]
+        self.shares.open(message.server, found.get("shared"))
         answers = []
         if self.worker < 0:
             self.worker = found["worker"]
@@ -306,10 +323,32 @@ class WorkerRank:
     def _skip(self, servers: Sequence[int]) -> list[Message]:
         return [self._keep(self._message(Kind.SKIP, server, clock=self.clock)) for server in servers]
 
-    def _take(self, message: Message) -> None:
-        server, bucket = message.server, message.bucket
+    def _expects(self, message: Message) -> bool:
+        """Weights that are missing."""
+        server = message.server
         is_expected = message.clock == self.clock and self.state == State.ARRIVING and server in self.begins
-        if not is_expected or bucket not in self._missing[server]:
+        return is_expected and message.bucket in self._missing[server]
+
+    def _take_shared(self, message: Message) -> list[Message]:
+        """Weights that are in a server's memory. What changes meanwhile is of a session that is over."""
+        share = self.shares.of(message.server)
+        if share is None or not self._expects(message):
+            return []
+        try:
+            found = share.weights(message.clock, message.bucket)
+        except OSError:
+            self.shares.failed()
+            return self.hello_anew()
+        if found is not None:
+            frames, is_whole = found
+            self._take(replace(message, frames=frames), is_whole=is_whole)
+            self.shares.read_bytes[message.server] += sum(map(len, frames))
+        return []
+
+    def _take(self, message: Message, *, is_whole: Callable[[], bool] = lambda: True) -> None:
+        """`is_whole`: whether frames were what they should be until they were copied."""
+        server, bucket = message.server, message.bucket
+        if not self._expects(message):
             return
         layout, lengths = self.layouts[server], self._pull_bytes[server][bucket]
         if tuple(len(one) for one in message.frames) != lengths:
@@ -318,7 +357,11 @@ class WorkerRank:
             for part, frame in zip(layout.buckets[bucket], message.frames, strict=True):
                 dtype = layout.dtype(part) if self.settings.pull == MASTER else self.settings.pull
                 self._view(server, part).copy_(tensor_of(frame, dtype))
+        if not is_whole():
+            return
         self._missing[server].discard(bucket)
+        if not self._missing[server]:
+            self.shares.took(server, message.clock)
         self._look()
 
     def _take_state(self, message: Message) -> None:

@@ -22,9 +22,20 @@ Gradients = list[torch.Tensor | None]
 
 
 @torch.no_grad()
-def add_up(layout: ServerLayout, arrivals: Sequence[Arrival], decoder: Decoder, *, num_targets: float) -> Gradients:
+def add_up(
+    layout: ServerLayout,
+    arrivals: Sequence[Arrival],
+    decoder: Decoder,
+    *,
+    num_targets: float,
+    memory: dict[int, torch.Tensor] | None = None,
+) -> Gradients:
     """The mean gradient over the targets of some workers, by part; None for parts of which none of them has one. Where
-    signs were sent it is the sign that most of them have."""
+    signs were sent it is the sign that most of them have.
+
+    `memory`: of earlier sums by part, which are over, for the next ones: the first touch of new memory takes longer
+    than an update."""
+    memory = {} if memory is None else memory
     found: Gradients = [None] * len(layout.parts)
     voted: set[int] = set()
     for bucket, parts in enumerate(layout.buckets):
@@ -35,7 +46,7 @@ def add_up(layout: ServerLayout, arrivals: Sequence[Arrival], decoder: Decoder, 
             scale = arrival.said.scale / num_targets
             for place, frame in zip(layout.pushes[bucket].plain, push.plain, strict=True):
                 if len(frame):
-                    _add(found, parts[place], tensor_of(frame, layout.dtype(parts[place])), scale)
+                    _add(found, parts[place], tensor_of(frame, layout.dtype(parts[place])), scale, memory)
             if not arrival.said.count:  # what its codecs kept stays theirs
                 continue
             for place, values in decoder.decode(bucket, push, scale=scale):
@@ -49,10 +60,12 @@ def add_up(layout: ServerLayout, arrivals: Sequence[Arrival], decoder: Decoder, 
     return found
 
 
-def _add(found: Gradients, part: int, values: torch.Tensor, scale: float) -> None:
+def _add(found: Gradients, part: int, values: torch.Tensor, scale: float, memory: dict[int, torch.Tensor]) -> None:
     total = found[part]
     if total is None:
-        found[part] = values * scale
+        if part not in memory:
+            memory[part] = torch.empty_like(values)
+        found[part] = torch.mul(values, scale, out=memory[part])
     else:
         total.add_(values, alpha=scale)
 

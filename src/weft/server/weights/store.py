@@ -17,7 +17,9 @@ from torch import nn
 from weft.plan.partition.server_shards import ServedPart, ServedTensor
 from weft.server.protocol.optimizer_spec import Spec, make_optimizer
 from weft.server.protocol.optimizer_state import PartState
+from weft.server.protocol.shared_places import WeightPlaces
 from weft.server.weights.part_norms import give_norms
+from weft.server.weights.shared_weights import SharedWeights, WeightMemory
 
 Gradients = Sequence[torch.Tensor | None]
 
@@ -64,6 +66,8 @@ class PartStore:
         """A version of the weights in the format of `pull`."""
         self._taken: dict[int, tuple[int, tuple[torch.Tensor, ...] | None]] = {}
         """By worker: the version of the weights it has, and these themselves where updates are compensated."""
+        self._shared: SharedWeights | None = None
+        """Memory in which ranks of this host find the weights, or what they take of them; None: nobody does."""
         self._is_read: list[Callable[[], bool]] = []
         """Say whether what was sent of the current memory has left."""
 
@@ -72,10 +76,29 @@ class PartStore:
         weights = tuple(one.detach() for one in self.parameters)
         if self._pull is not None:
             if self._rounded is None or self._rounded[0] != self.version:
-                self._rounded = self.version, tuple(one.to(self._pull) for one in weights)
+                self._rounded = self.version, self._round(weights, self._pull)
             weights = self._rounded[1]
         self._taken[worker] = (self.version, weights if self._compensation else None)
         return weights
+
+    def share(self, places: WeightPlaces) -> WeightMemory | None:
+        """From now on, weights are taken from memory that ranks of this host can open; returns that of this version,
+        None if there is none."""
+        if self._shared is None:
+            self._shared = SharedWeights(places)
+            if self._pull is None:
+                self._move()  # who reads the old memory keeps it
+            elif self._rounded is not None:
+                self._rounded = self.version, self._round(self._rounded[1], self._pull)
+        return None if self._shared is None else self._shared.current
+
+    def lend_shared(self, is_read: Callable[[], bool]) -> None:
+        """A rank of this host reads what `share` returned, until `is_read` says that it does not any more."""
+        assert self._shared is not None and self._shared.current is not None
+        if self._pull is None:
+            self._is_read.append(is_read)
+        else:
+            self._shared.current.is_read.append(is_read)
 
     def load_states(self, states: Mapping[int, PartState]) -> None:
         """Give the optimizer the state of some parts, before the first update."""
@@ -149,7 +172,33 @@ class PartStore:
         """Make sure that nobody reads the memory that an update writes."""
         is_taken = any(version == self.version for version, _ in self._taken.values())
         is_kept = is_taken and self._compensation > 0 and self._pull is None
-        if is_kept or not all(is_read() for is_read in self._is_read):
-            for parameter in self.parameters:
-                parameter.data = parameter.detach().clone()
-        self._is_read = []
+        self._is_read = [is_read for is_read in self._is_read if not is_read()]
+        if is_kept or self._is_read:
+            self._move()
+        elif self._shared is not None and self._shared.current is not None and self._pull is None:
+            self._shared.current.change()
+
+    @torch.no_grad()
+    def _move(self) -> None:
+        """Go on with a copy of the weights; the old memory is of those who read it."""
+        old = None if self._shared is None else self._shared.current
+        if old is not None:
+            old.is_read = self._is_read
+        self._is_read, copies = [], self._shared_memory()
+        for number, parameter in enumerate(self.parameters):
+            parameter.data = parameter.detach().clone() if copies is None else copies[number].copy_(parameter.detach())
+
+    def _round(self, weights: Sequence[torch.Tensor], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        """Copies in the format in which workers take them."""
+        if (places := self._shared_memory()) is None:
+            return tuple(one.to(dtype) for one in weights)
+        return tuple(place.copy_(one) for place, one in zip(places, weights, strict=True))
+
+    def _shared_memory(self) -> tuple[torch.Tensor, ...] | None:
+        """For a version that nobody reads yet; None if nobody shares memory, or if there is no more."""
+        if self._shared is not None:
+            try:
+                return self._shared.move()
+            except OSError:
+                self._shared = None
+        return None

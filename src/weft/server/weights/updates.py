@@ -47,6 +47,8 @@ class Updates:
         self.told_each: dict[int, Told] = {}
         """Of the last gradient of each worker, where each is an update by itself."""
         self._lr_factor = 1.0
+        self._sums: dict[int, torch.Tensor] = {}
+        """The memory of the last sum of gradients, by part."""
 
     def last_of(self, worker: int) -> Told:
         """Of a worker's last gradient."""
@@ -62,7 +64,7 @@ class Updates:
         if not all(one.is_finite for one in made_of):
             self._skip_last()
             return None
-        return add_up(self._layout, made_of, self._decoder, num_targets=count) if count else None
+        return self._add_up(made_of, count) if count else None
 
     def make(self, gradients: Gradients | None, *, norm: float | None = None) -> None:
         """The update that was prepared. `norm`: that of the whole gradient, where it is clipped; the 1e-6 is that of
@@ -89,9 +91,12 @@ class Updates:
             self.num_skipped += 1
             self.told_each[worker] = replace(self.told_each[worker], is_skipped=True)
             return False
-        gradients = add_up(self._layout, [arrival], self._decoder, num_targets=said.count)
+        gradients = self._add_up([arrival], said.count)
         self._store.update(gradients, lr_factor=said.lr_factor, worker=worker)
         return True
+
+    def _add_up(self, made_of: Sequence[Arrival], count: float) -> Gradients:
+        return add_up(self._layout, made_of, self._decoder, num_targets=count, memory=self._sums)
 
     def _skip_last(self) -> None:
         self.num_skipped += 1
