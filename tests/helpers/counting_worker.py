@@ -21,7 +21,8 @@ from weft.server.protocol.message import Commit
 from weft.server.protocol.settings import Settings
 from weft.server.protocol.worker_rank import WorkerRank
 
-NUM_CLOCKS = 20_000
+NUM_CLOCKS = 40_000
+"""Enough for servers to share the memory of their parts."""
 
 
 def counting_settings(*, num_servers: int, num_workers: int) -> Settings:
@@ -96,6 +97,7 @@ def main() -> None:
             client.wait_for_weights(timeout_s=100)
             file.write(f"{clock}\n")
             time.sleep(0.01)
+        assert any(worker.rank.shares.read_bytes) == (number == 0)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import pytest
 import torch
 from served_workers import Play, PlayedWorker, make_settings, play
 
+from weft.server.protocol import shared_places
 from weft.server.protocol.message import HEADER_BYTES, Kind, Malformed, Message, pack_message, read_message
 from weft.server.protocol.settings import read_settings
 
@@ -41,11 +42,14 @@ def mutate(chance: random.Random, frames: list[bytes]) -> list[bytes]:
 
 
 @pytest.mark.parametrize("count", [2_000, pytest.param(100_000, marks=[pytest.mark.long, pytest.mark.timeout(600)])])
-@pytest.mark.parametrize("mode", ["sync", "async"])
-def test_what_no_worker_sends_changes_nothing(mode: str, count: int) -> None:
+@pytest.mark.parametrize(("mode", "host"), [("sync", ""), ("async", ""), ("async", "this one")])
+def test_what_no_worker_sends_changes_nothing(
+    mode: str, host: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_places, "LEAST_BYTES", 0)
     settings = make_settings(num_workers=2, mode=mode)
-    expected = play(settings, 6)
-    made = Play(settings, [PlayedWorker(n, settings) for n in range(2)])
+    expected = play(settings, 6, host=host)
+    made = Play(settings, [PlayedWorker(n, settings, host=host) for n in range(2)], host=host)
     for one in made.workers.values():
         made.hello(one)
     known: list[list[bytes]] = [[bytes(one) for one in pack_message(message)] for _, _, message in expected.log]

@@ -6,6 +6,7 @@ import gc
 import mmap
 import os
 import random
+from collections import Counter, deque
 from dataclasses import replace
 from typing import Any
 
@@ -18,10 +19,14 @@ from served_workers import Play, PlayedWorker, make_settings, play
 from weft.comm.shared_memory import segments
 from weft.hosts import host_id
 from weft.plan.partition.flat_buffers import ParameterSpec
+from weft.plan.partition.server_shards import ServedTensor
 from weft.planning.server_memory import predict_server_memory
 from weft.server.protocol import rank_share, shared_places
-from weft.server.protocol.message import Kind, Message, pack_message
+from weft.server.protocol.layout import ServerLayout
+from weft.server.protocol.message import Commit, Kind, Message, pack_message
 from weft.server.protocol.shared_places import SharePlaces
+from weft.server.protocol.worker_rank import State, WorkerRank
+from weft.server.server import ParameterServer
 from weft.server.weights.updates import Updates
 
 HOST = "this one"
@@ -61,6 +66,58 @@ def test_the_bits_are_those_over_sockets(changes: dict[str, Any], seed: int) -> 
         assert all(torch.equal(one, worker.weights[name]) for name, one in expected.workers[number].weights.items())
     assert all(torch.equal(one, made.weights()[name]) for name, one in expected.weights().items())
     assert all(not server.refused for server in made.servers)
+
+
+def two_ranks(host: str, num_clocks: int) -> tuple[list[dict[str, torch.Tensor]], Counter[Kind]]:
+    """A worker of two ranks that hold a tied tensor both, and one more each: their weights, and what the server got."""
+    holders = {"tied": (0, 1), "first": (0,), "last": (1,)}
+    tensors = tuple(ServedTensor(name=name, numel=30, item_bytes=8, holders=of) for name, of in holders.items())
+    groups = [{"settings": {"lr": 0.5}, "tensors": list(holders)}]
+    settings = make_settings(
+        num_workers=1,
+        num_ranks=2,
+        tensors=tensors,
+        optimizer={"class": "torch.optim.sgd.SGD", "groups": groups},
+    )
+    layout = ServerLayout.of(settings, 0)
+    names = [tensors[part.tensor].name for part in layout.parts]
+    held = [{name: torch.ones(30, dtype=torch.float64) for name in names if place in holders[name]} for place in (0, 1)]
+    ranks = [
+        WorkerRank(settings, [[mine.get(name) for name in names]], worker=0, start=1, place=place, host=host)
+        for place, mine in enumerate(held)
+    ]
+    server, found = ParameterServer(0, host=host), Counter[Kind]()
+    queue = deque((place, message) for place, rank in enumerate(ranks) for message in rank.hello())
+    while queue:
+        place, message = queue.popleft()
+        found[message.kind] += 1
+        for reply in server.receive(bytes([place]), pack_message(message), 0.0):
+            (to,) = reply.peer
+            queue.extend((to, answer) for answer in ranks[to].receive(reply.message))
+            found[reply.message.kind] += 1
+            if ranks[to].state == State.HERE and ranks[to].clock < num_clocks:
+                queue.extend((to, said) for said in pushed(ranks[to], layout, names, held[to]))
+    return held, found
+
+
+def pushed(rank: WorkerRank, layout: ServerLayout, names: list[str], held: dict[str, torch.Tensor]) -> list[Message]:
+    """What a rank says with gradients that are its weights, times the number of the clock."""
+    made = []
+    for bucket, parts in enumerate(layout.buckets):
+        if layout.owners[bucket] == rank.place:
+            gradients = [held[names[part]] * (rank.clock + 1) for part in parts]
+            made.append(rank.push_gradients(0, bucket, gradients))
+    said = Commit(count=2.0, loss_sum=0.0, scale=1.0, lr_factor=1.0, compute_s=0.0, num_buckets=0)
+    return made + rank.commit(said)
+
+
+def test_ranks_of_one_worker_have_memory_of_their_own() -> None:
+    expected, by_socket = two_ranks("", 4)
+    found, shared = two_ranks(HOST, 4)
+    assert all(torch.equal(one, found[place][name]) for place in (0, 1) for name, one in expected[place].items())
+    assert torch.equal(found[0]["tied"], found[1]["tied"]) and not found[0]["tied"].eq(1).any()
+    assert (by_socket[Kind.PUSH], by_socket[Kind.PUSH_SHARED], shared[Kind.PUSH]) == (3 * 4, 0, 0)
+    assert shared[Kind.PUSH_SHARED] == 3 * 4 and shared[Kind.WEIGHTS_SHARED] >= 4 * 4
 
 
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 8))]
