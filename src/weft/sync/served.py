@@ -21,9 +21,11 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Protocol
 
 import torch
+from torch import nn
 
 from weft.comm.group import Traffic
 from weft.errors import JobError, PlanError
+from weft.layout import Layout
 from weft.mesh import Mesh
 from weft.parallel.zero.grouping import torch_dtype
 from weft.plan.model_refusals import PULL_OF_16_BIT_WEIGHTS
@@ -37,10 +39,11 @@ from weft.server.protocol.settings import MASTER
 from weft.server.protocol.worker_rank import WorkerRank
 from weft.sync.base import PipelineSync, Totals
 from weft.sync.compressed_all_reduce import clip_to_share
+from weft.sync.kept_codecs import KeptCodecs
 from weft.sync.push_codecs import Momentum, PushCodecs
 from weft.sync.push_when_complete import BucketKey, PushWhenComplete
 from weft.sync.served_buckets import OutgoingBucket, Place, outgoing_buckets, places_of
-from weft.sync.served_tensors import served_tensors, settings_of
+from weft.sync.served_tensors import fixed_of, served_tensors, settings_of
 from weft.sync.whole_parameters import NoSync
 from weft.sync.wrapping_sync import WrappingSync
 
@@ -55,6 +58,10 @@ class Progress(Protocol):
     """What servers update with, and from whose state they go on, which is theirs then."""
     steps_done: int
     data_position: int
+    layouts: dict[str, Layout]
+
+    @property
+    def named_model(self) -> nn.Module: ...
 
 
 class ServedSync(WrappingSync):
@@ -74,6 +81,8 @@ class ServedSync(WrappingSync):
         """Makes this worker a part of its run, which it is not yet."""
         self._places: list[list[Place | None]] = []
         self._codecs: PushCodecs | None = None
+        self.kept = KeptCodecs()
+        """What they keep, for checkpoints."""
         self._clip = 0.0
         """Norm to which gradients are clipped before they are compressed; 0 clips nothing."""
         self._committed = -1
@@ -133,7 +142,8 @@ class ServedSync(WrappingSync):
         with torch.no_grad():
             for piece in self.pieces:
                 piece.tensor.data = piece.tensor.data.contiguous()  # servers have elements in order
-        together = served_tensors(self.pieces, optimizer, mesh, run.plan.codec)
+        fixed = fixed_of(trainer.named_model, self, trainer.layouts, mesh)
+        together = served_tensors(self.pieces, optimizer, mesh, run.plan.codec, fixed)
         if hasattr(optimizer, "use_norms") and any("[" in one.name for one in together.tensors):
             raise JobError(
                 f"{type(optimizer).__name__} needs the norms of whole tensors, and a rank of this worker has a part of "
@@ -167,12 +177,14 @@ class ServedSync(WrappingSync):
             first_state=functools.partial(self._state_of, optimizer) if optimizer.state else None,
             progress=(trainer.steps_done, trainer.data_position),
             earlier_starts=run.earlier_starts,
+            fixed=fixed,
         )
         traffic = mesh.traffic.setdefault(SERVERS, Traffic())
         self._client = ServerClient(run.addresses, run.key, rank, traffic=traffic)
         self.take_weights()
         optimizer.state.clear()
         begin = self._client.rank.begins[0]
+        self.kept.join(self._codecs, settings, goes_on=begin.step == trainer.steps_done)
         if begin.step:
             trainer.steps_done, trainer.data_position = begin.step, begin.position
 
