@@ -62,6 +62,7 @@ def assert_equal(found: tuple[Any, Any], expected: tuple[Any, Any]) -> None:
         assert torch.equal(one, expected[1][name]), name
 
 
+@pytest.mark.sampled(2, long=2)
 @ranks(2)
 @pytest.mark.parametrize(("codec", "optimizer"), CODECS)
 def test_a_resumed_run_equals_an_unbroken_one(codec: Codec, optimizer: Any, tmp_path: Path) -> None:

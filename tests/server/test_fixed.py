@@ -21,8 +21,8 @@ from weft.planning.server_memory import fixed_tensors_of, predict_server_memory
 from weft.server import snapshot as snapshots
 from weft.server.local_servers import LocalServers
 from weft.server.protocol.client import ServerClient
-from weft.server.protocol.message import Kind, Message, pack_message
-from weft.server.protocol.settings import Settings, difference
+from weft.server.protocol.message import Kind, Malformed, Message, pack_message
+from weft.server.protocol.settings import Settings, difference, read_settings
 from weft.server.server import ParameterServer
 from weft.server.snapshot_file import read_snapshot, write_snapshot
 from weft.sync.fixed_tensors import FixedTensors, fixed_of_all
@@ -197,6 +197,12 @@ def test_what_is_not_as_it_should_be_changes_nothing() -> None:
     assert fresh.refused["malformed"] == 3 and fresh.store is None
 
 
+@pytest.mark.parametrize("wrong", [{"unknown": ["a", [], []]}, {"head": 5}, {"head": ["a", []]}, {"head": [1, [], []]}])
+def test_places_that_are_none(wrong: dict[str, Any]) -> None:
+    with pytest.raises(Malformed, match="places of other tensors"):
+        read_settings(PlayedWorker(0, make_settings(places=wrong)).hello())
+
+
 def test_another_model_is_named() -> None:
     ours = settings_with(FixedTensors(tensors_of(0)))
     fewer = tensors_of(0)
@@ -206,4 +212,8 @@ def test_another_model_is_named() -> None:
         'the model is another one: "mask" is a frozen parameter or buffer in the run that is to be joined, and not here'
     )
     assert "is not a frozen parameter or buffer in the run" in str(difference(settings_with(FixedTensors(fewer)), ours))
+    places = {"head": ["head", [6, 3], []]}
+    first, second = (make_settings(places=one) for one in (places, {"head": ["head", [3, 6], []]}))
+    assert '"head" has shape [3, 6] here and [6, 3] in the run' in str(difference(first, second))
+    assert '"head" has shape None here and [6, 3] in the run' in str(difference(first, make_settings()))
     assert '"bytes" has 4 elements of float32 here and 200 of uint8' in str(difference(ours, other))

@@ -64,6 +64,7 @@ def like_the_first(model: nn.Module) -> nn.Module:
     return alone
 
 
+@pytest.mark.sampled(2, long=2)
 @ranks(2)
 @pytest.mark.parametrize("make", [Adapted, last_layer_alone])
 @pytest.mark.parametrize(("shards", "bucket_bytes"), [(1, 10_000), (3, 40)])

@@ -176,10 +176,12 @@ def train_served(
 ) -> list[Any]:
     """Run a function on the ranks of one more worker of a run, or of all workers and with them their servers; returns
     its results."""
+    from weft.checkpoint.server_snapshots import SERVERS, save_servers
     from weft.launch_workers import launch_workers
     from weft.server.listening import listen_at
     from weft.server.protocol.keys import key_for
     from weft.server.worker_mesh import KEY
+    from weft.training.run.loop import CHECKPOINTS
     from weft.training.run.same_job import shared_facts
 
     if flags.role == Role.WORKER:
@@ -193,6 +195,8 @@ def train_served(
     def say_how_to_join(addresses: Sequence[str]) -> None:
         print(f"one more worker joins with\n  {join_command(addresses[0], here.key_file, joining)}", flush=True)
 
+    if run.resumes:
+        save_servers(run.directory, run.directory / CHECKPOINTS)
     return launch_workers(
         function,
         arguments,
@@ -202,6 +206,7 @@ def train_served(
         described=shared_facts(run.job),
         listen=listen_at(here.listen, here.key_file),
         on_start=say_how_to_join,
+        saved=run.directory / SERVERS,
     )
 
 

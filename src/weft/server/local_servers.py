@@ -22,6 +22,7 @@ from typing import Any, Self
 
 from weft.errors import LaunchError
 from weft.server.process import UNTIL_LEFT, ServerOptions
+from weft.server.snapshot_file import remove_snapshots
 from weft.server.snapshot_keeper import EVERY_S
 from weft.server.workers.members import DEAD_AFTER_S
 
@@ -53,15 +54,20 @@ class LocalServers:
         reports: bool = False,
         max_restarts: int = 0,
         snapshot_every_s: float = EVERY_S,
+        saved: Path | None = None,
     ) -> None:
         """`tcp_host`: the address of this host at which workers on others reach them, with `key_file`; `port`: of the
         first of them, those after it take the ports behind; 0: free ones. `job`: the name of the run, for workers that
         join it; `num_started`: those that are started with the servers, and numbered from 0; `described`: what those
         who join must have alike. `numbers`: of the servers here, where others are elsewhere, and the first of all at
         `leader`. `reports`: they say how far they are (`listen_to`). `max_restarts`: how often each is started again
-        when it dies, from a snapshot made at least so often."""
+        when it dies, from a snapshot made at least so often. `saved`: where snapshots are, which stay there unless the
+        run ends well; else in a folder that ends with it."""
         assert not (reports and max_restarts), "what a server says that was started again is not read"
         self._folder = Path(tempfile.mkdtemp(prefix="weft-servers-"))  # of mode 700
+        self._saved = saved
+        if saved is not None:
+            remove_snapshots(saved)  # of a run that is over: these servers begin
         self._processes: list[subprocess.Popen[str]] = []
         self.addresses: tuple[str, ...] = ()
         """One per server: by TCP if others may connect, else of this host."""
@@ -89,7 +95,7 @@ class LocalServers:
                     num_started=num_started,
                     described=dict(described or {}),
                     reports=reports,
-                    folder=f"{self._folder}/saved-{number}" if max_restarts else None,
+                    folder=f"{saved or self._folder}/saved-{number}" if max_restarts or saved else None,
                     snapshot_every_s=snapshot_every_s,
                     comes_back_s=COMES_BACK_S if max_restarts else 0.0,
                 )
@@ -181,6 +187,8 @@ class LocalServers:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+        if kind is None and self._saved is not None:
+            remove_snapshots(self._saved)
 
 
 def how_it_ended(code: int) -> str:

@@ -6,8 +6,8 @@
     the rest   ─ plain numbers: version, the next clock of each worker, decisions made, what workers were told
 
 So a server begins from a snapshot as from a first worker. Weights are those of the server, lent until they are in the
-file; the optimizer's state, which updates change in place, is copied. It is no checkpoint of the model: a server knows
-flat parts of tensors, and neither shapes nor the rest of a model. The first worker writes checkpoints.
+file; the optimizer's state, which updates change in place, is copied. The snapshots of all servers, of one version,
+make a checkpoint (`checkpoint/server_snapshots.py`): settings say where each flat part lies in the model.
 """
 
 from __future__ import annotations
@@ -41,6 +41,11 @@ class Snapshot:
     def next_clocks(self) -> dict[int, int]:
         """Of each worker: the first clock that is not in here."""
         return dict(self.plain["next_clocks"])
+
+    @property
+    def version(self) -> int:
+        """Updates that are in here."""
+        return int(self.plain["version"])
 
     @property
     def num_made(self) -> int:

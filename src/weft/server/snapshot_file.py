@@ -2,6 +2,7 @@
 
     saved-0/snapshot    length, JSON of the numbers and of the lengths of all frames, then the frames
     saved-0/fixed       the same of what is not trained, written once, before the first snapshot
+    saved-0/common-120  a snapshot again, which all servers took of this version, and the one before it
     saved-0/decisions   a line of JSON for each, added before anybody is told
 
 A snapshot is written beside the last one, to the disk, and then takes its name. Lines of decisions outlive the process,
@@ -13,8 +14,10 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 import struct
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,17 +25,43 @@ from weft.errors import LaunchError
 from weft.server.protocol.message import Buffer
 from weft.server.snapshot import Snapshot
 
-SNAPSHOT, DECISIONS, FIXED = "snapshot", "decisions", "fixed"
+SNAPSHOT, DECISIONS, FIXED, COMMON = "snapshot", "decisions", "fixed", "common-"
+_COMMON_KEPT = 2
+"""Of these: another server may not have written the last one yet. There is a further one when all have."""
 _LENGTH = struct.Struct("<Q")
 
 
-def write_snapshot(folder: Path, snapshot: Snapshot) -> None:
-    """Put a snapshot in the place of the last one. What is not trained is written with the first one."""
+def write_snapshot(folder: Path, snapshot: Snapshot, *, is_common: bool = False) -> None:
+    """Put a snapshot in the place of the last one. What is not trained is written with the first one. `is_common`: all
+    servers take one of this version."""
     if snapshot.fixed and not (folder / SNAPSHOT).exists():
         _write(folder, FIXED, {"lengths": [_lengths(one) for one in snapshot.fixed]}, snapshot.fixed)
     lengths = [[_lengths(frames) for frames in bucket] for bucket in snapshot.buckets]
     header = {"plain": snapshot.plain, "lengths": lengths, "has_fixed": bool(snapshot.fixed)}
     _write(folder, SNAPSHOT, header, itertools.chain.from_iterable(snapshot.buckets))
+    if is_common:
+        common = folder / f"{COMMON}{snapshot.version}"
+        common.unlink(missing_ok=True)
+        try:
+            os.link(folder / SNAPSHOT, common)
+        except OSError:  # a file system without links
+            shutil.copyfile(folder / SNAPSHOT, common)
+        for version in common_snapshots(folder)[:-_COMMON_KEPT]:
+            (folder / f"{COMMON}{version}").unlink()
+
+
+def remove_snapshots(parent: Path) -> None:
+    """Delete the folders of all servers in this one, and it, if nothing else is there."""
+    for folder in parent.glob("saved-*"):
+        shutil.rmtree(folder, ignore_errors=True)
+    with suppress(OSError):
+        parent.rmdir()
+
+
+def common_snapshots(folder: Path) -> list[int]:
+    """The versions of which all servers took snapshots, the last one last."""
+    found = (path.name.removeprefix(COMMON) for path in folder.glob(f"{COMMON}*"))
+    return sorted(int(one) for one in found if one.isdigit())
 
 
 def _lengths(frames: Iterable[Buffer]) -> list[int]:
@@ -57,11 +86,11 @@ def _write(folder: Path, name: str, header: dict[str, Any], frames: Iterable[Ite
         os.close(descriptor)
 
 
-def read_snapshot(folder: Path) -> Snapshot | None:
-    """The last snapshot in a folder; None if there is none. Raises LaunchError if it is no snapshot."""
-    if not (folder / SNAPSHOT).exists():
+def read_snapshot(folder: Path, name: str = SNAPSHOT) -> Snapshot | None:
+    """A snapshot in a folder, the last one unless it is named; None if there is none. Raises LaunchError if it is no
+    snapshot."""
+    if not (folder / name).exists():
         return None
-    name = SNAPSHOT
     try:
         with (folder / name).open("rb") as file:
             header = _header(file)

@@ -7,6 +7,8 @@ them, and other plans give all ranks the first one's, too.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -30,9 +32,9 @@ def fixed_tensors(model: nn.Module, sync: Sync) -> dict[str, torch.Tensor]:
 class FixedTensors:
     """The tensors of one rank, as servers know them."""
 
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
-        """By the names that they have on servers (`served_tensors.name_of`)."""
-        self.tensors = tensors
+    def __init__(self, tensors: dict[str, torch.Tensor], places: dict[str, Any] | None = None) -> None:
+        """By the names that they have on servers (`served_tensors.name_of`). `places`: of those in checkpoints."""
+        self.tensors, self.places = tensors, places or {}
         self._arriving: dict[str, tuple[torch.Tensor, int]] = {}
         """What has come of tensors that do not lie in one piece in host memory, and how many elements are missing."""
 

@@ -18,6 +18,7 @@ from weft.comm.objects import gather_values
 from weft.comm.world.agreement import own_versions
 from weft.layout import Layout
 from weft.mesh import Mesh
+from weft.parallel.state.buffers import persistent_buffers
 from weft.parallel.zero.flat_parameters import Piece
 from weft.plan.exchange.coded_tensor import is_coded
 from weft.plan.exchange.push_format import rows_together
@@ -44,6 +45,9 @@ class ServedTensors:
     fixed: tuple[ServedTensor, ...]
     """What is not trained."""
     fixed_dtypes: tuple[str, ...]
+    places: dict[str, Any]
+    """Of all that a checkpoint has, by its name here: the name and shape of the whole tensor, and the ranges of its
+    dims that lie here; no ranges if it is whole."""
 
 
 def served_tensors(
@@ -59,13 +63,15 @@ def served_tensors(
     names = [name_of(piece.name, piece.layout, mesh) for piece in pieces]
     spec = describe_optimizer(optimizer, {id(one.tensor): name for one, name in zip(pieces, names, strict=True)})
     mine = [[*_numbers(one.tensor, codec), name] for name, one in zip(names, pieces, strict=True)]
+    mine_places = {name: _place(one.name, one.layout, mesh) for name, one in zip(names, pieces, strict=True)}
+    places: dict[str, Any] = {}
     found: dict[str, ServedTensor] = {}
     dtypes: dict[str, str] = {}
     specs, all_fixed = [], []
-    for rank, (rows, one_spec, rank_fixed) in enumerate(
-        gather_values([mine, spec, fixed.rows()], mesh.everyone("control"))
-    ):
+    told = gather_values([mine, spec, fixed.rows(), {**mine_places, **fixed.places}], mesh.everyone("control"))
+    for rank, (rows, one_spec, rank_fixed, rank_places) in enumerate(told):
         all_fixed.append(rank_fixed)
+        places |= rank_places
         for numel, item_bytes, dtype, coded, row_numel, name in rows:
             if name in found:
                 found[name] = replace(found[name], holders=(*found[name].holders, rank))
@@ -83,6 +89,7 @@ def served_tensors(
         names=tuple(names),
         fixed=not_trained,
         fixed_dtypes=fixed_dtypes,
+        places=places,
     )
 
 
@@ -117,6 +124,7 @@ def settings_of(run: ServedRun, together: ServedTensors, *, num_ranks: int, need
         splits=not needs_norms,
         fixed=together.fixed,
         fixed_dtypes=together.fixed_dtypes,
+        places=together.places,
     )
 
 
@@ -125,7 +133,18 @@ def fixed_of(model: nn.Module, sync: Sync, layouts: Mapping[str, Layout], mesh: 
     tensors = fixed_tensors(model, sync)
     made_later = {name: Layout(global_shape=tuple(one.shape)) for name, one in tensors.items()}
     places = {**made_later, **layouts}
-    return FixedTensors({name_of(name, places[name], mesh): one for name, one in tensors.items()})
+    saved = {**dict(model.named_parameters()), **persistent_buffers(model)}
+    return FixedTensors(
+        {name_of(name, places[name], mesh): one for name, one in tensors.items()},
+        {name_of(name, places[name], mesh): _place(name, places[name], mesh) for name in tensors if name in saved},
+    )
+
+
+def _place(name: str, layout: Layout, mesh: Mesh) -> list[Any]:
+    """As `ServedTensors.places` has it."""
+    ranges = layout.ranges(mesh.grid.axes.sizes, mesh.grid.coordinates(mesh.world.rank))
+    is_whole = name_of(name, layout, mesh) == name
+    return [name, list(layout.global_shape), [] if is_whole else [[list(one) for one in inside] for inside in ranges]]
 
 
 def name_of(name: str, layout: Layout, mesh: Mesh) -> str:

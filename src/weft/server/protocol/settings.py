@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from weft.errors import PlanError
@@ -67,6 +67,9 @@ class Settings:
     """What is not trained: frozen parameters and buffers, which all workers begin with."""
     fixed_dtypes: tuple[str, ...] = ()
     """Of these, by tensor."""
+    places: dict[str, Any] = field(default_factory=dict)
+    """Of each that a checkpoint has, by name: where it lies in which whole tensor (`sync/served_tensors.py`). Servers
+    keep it with their snapshots, and do not look at it."""
 
     @property
     def is_sync(self) -> bool:
@@ -93,7 +96,7 @@ _FIELDS: dict[str, type | tuple[type, ...]] = {
     "job": str, "weft": str, "mode": str, "num_servers": int, "num_workers": int, "num_ranks": int, "staleness": int,
     "backups": int, "compensation": (int, float), "lr_scaling": str, "clip_norm": (int, float), "bucket_bytes": int,
     "pull": str, "codec": dict, "tensors": list, "dtypes": list, "optimizer": dict, "splits": bool,
-    "fixed": list, "fixed_dtypes": list,
+    "fixed": list, "fixed_dtypes": list, "places": dict,
 }  # fmt: skip
 _COUNTS = ("num_servers", "num_workers", "num_ranks", "bucket_bytes")
 
@@ -131,6 +134,10 @@ def read_settings(message: Message) -> Settings:
         raise Malformed("dtypes do not fit what is not trained")
     if any(one.is_coded or one.row_numel > 1 for one in fixed):
         raise Malformed("what is not trained is not compressed")
+    if not set(values["places"]) <= {one.name for one in together} or not all(
+        map(_is_place, values["places"].values())
+    ):
+        raise Malformed("places of other tensors, or none")
     for name in ("compensation", "clip_norm"):
         if not 0 <= values[name] < math.inf:
             raise Malformed(f"{name} is {values[name]}")
@@ -138,6 +145,11 @@ def read_settings(message: Message) -> Settings:
     _require_codec(values["codec"], tensors)
     dtypes = {"dtypes": tuple(values["dtypes"]), "fixed_dtypes": tuple(fixed_dtypes)}
     return Settings(**{**values, **dtypes, "tensors": tensors, "fixed": fixed})
+
+
+def _is_place(found: Any) -> bool:
+    kinds = (str, list, list)
+    return isinstance(found, list) and len(found) == len(kinds) and all(map(isinstance, found, kinds))
 
 
 def _require_codec(found: dict[str, Any], tensors: Sequence[ServedTensor]) -> None:
@@ -210,6 +222,13 @@ def difference(ours: Settings, theirs: Settings) -> str | None:
             for field in sorted({*ours.codec, *theirs.codec}):
                 if ours.codec.get(field) != theirs.codec.get(field):
                     return _other(f"[codec] {field}", ours.codec.get(field), theirs.codec.get(field))
+        elif name == "places" and a[name] != b[name]:
+            other = next(one for one in {**a[name], **b[name]} if a[name].get(one) != b[name].get(one))
+            shapes = [str(of.get(other, ["", None])[1]) for of in (b[name], a[name])]
+            return (
+                f'the model is another one: "{other}" has shape {shapes[0]} here and {shapes[1]} in the run that is to '
+                "be joined (None: it is in no checkpoint)"
+            )
         elif name == "optimizer" and a[name] != b[name]:
             if ours.optimizer.get("class") != theirs.optimizer.get("class"):
                 return _other("the optimizer", ours.optimizer.get("class"), theirs.optimizer.get("class"))

@@ -10,6 +10,7 @@ waited for long. Every rank runs this file; only rank 0 writes metrics and calls
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import time
@@ -22,7 +23,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from weft.checkpoint.files.agree import try_on_files
 from weft.checkpoint.folders import all_checkpoints, prune
+from weft.checkpoint.server_snapshots import save_servers
 from weft.comm.failures.watch import write_stacks_to
 from weft.comm.objects import gather_values
 from weft.errors import CheckpointError, JobError, ModelError, NotFiniteError
@@ -177,6 +180,10 @@ class _Run:
 
     def open(self, resume: bool) -> None:
         """Make the run's directory, or go on from what is in it."""
+        if resume and not is_served(self.trainer.plan):  # else whoever starts servers has done it
+            take = functools.partial(save_servers, self.directory, self.directory / CHECKPOINTS)
+            everyone = self.trainer.mesh.everyone("control")
+            try_on_files(everyone, "read", self.directory, take if self.is_first else lambda: None)
         # Agreed on by all ranks before anything is written: hosts may not yet see the same files in a shared folder.
         mine = [path.name for path in all_checkpoints(self.directory / CHECKPOINTS)]
         looked = [(self.directory / JOB_FILE).exists(), mine]
