@@ -16,7 +16,7 @@ from oracle import ADAMW, SGD, small_gpt, token_batch
 from pairwise import Row, pairs_of, sample
 from ranks import ranks
 from served_in_threads import servers_in_threads
-from served_training import allowing_servers, leave_group, server_plan
+from served_training import leave_group, server_plan
 
 from weft.plan.check import check
 from weft.plan.plan import Plan
@@ -58,8 +58,7 @@ def plan_of(row: Row) -> Plan:
 
 def settle(row: Row) -> Row | None:
     """The row, unless weft refuses it."""
-    with allowing_servers():
-        return None if check(plan_of(row)) else row
+    return None if check(plan_of(row)) else row
 
 
 def cost_of(row: Row) -> float:
@@ -77,7 +76,7 @@ def check_row(row: Row) -> None:
     plan = plan_of(row)
     torch.manual_seed(0)
     batches = [token_batch(size, seed=seed) for seed, size in enumerate(BATCHES[str(row["batches"])])]
-    with allowing_servers(), servers_in_threads():
+    with servers_in_threads():
         outcome = verify(
             small_gpt(),
             plan,
