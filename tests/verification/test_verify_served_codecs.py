@@ -150,7 +150,9 @@ def test_what_was_kept_is_sent_without_a_gradient_too() -> None:
 
 @ranks(2)
 def test_half_is_measured_and_not_compared() -> None:
-    outcome = run(dataclasses.replace(server_plan(2), codec=Codec(name="half"))).require()
+    batches = [token_batch(8, seed=seed) for seed in range(2)]
+    plan = dataclasses.replace(server_plan(2), codec=Codec(name="half"))
+    outcome = run(plan, model=small_gpt(), batches=batches).require()
     assert outcome.rule == "one process" and outcome.deviation is not None
     assert 0 < outcome.deviation.loss < 0.05
 

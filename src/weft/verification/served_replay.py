@@ -138,7 +138,9 @@ class ReplayedTraining:
         gradients = {} if not count else {n: p.grad for n, p in self._trained.items() if p.grad is not None}
         clip(gradients, self._plan.step.clip_norm)
         if self._codecs and count:
-            self._codecs[worker].clip(gradients, count)
+            sums = {name: one * count for name, one in gradients.items()}
+            self._codecs[worker].clip(sums, count)
+            gradients = {name: one / count for name, one in sums.items()}
         if worker == self._worker:
             buffers = {name: one.double().clone() for name, one in self._model.named_buffers()}
             kept = {name: one.clone() for name, one in gradients.items()}
