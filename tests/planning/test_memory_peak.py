@@ -14,7 +14,7 @@ import torch.distributed as dist
 from oracle import small_convnet
 from process_memory import PeakPss, read_pss_bytes
 from ranks import ranks
-from served_training import allowing_servers, server_plan
+from served_training import server_plan
 from torch import nn
 
 from weft.comm.shared_memory.arena import Arena
@@ -116,8 +116,7 @@ def test_a_worker_of_servers_keeps_no_state_of_the_optimizer() -> None:
     predicted, alone = (predict(GPT(SMALL), one, inputs, targets) for one in (plan, Plan()))
     assert predicted.optimizer == 0 < alone.optimizer and predicted.parameters == alone.parameters
     assert predicted.exchange_buffers == predicted.outer == 0
-    with allowing_servers():
-        check_account(lambda: GPT(SMALL), plan, inputs, targets)
+    check_account(lambda: GPT(SMALL), plan, inputs, targets)
 
 
 LONG = pytest.mark.long

@@ -27,6 +27,7 @@ from weft.errors import JobError, PlanError
 from weft.mesh import Mesh
 from weft.parallel.zero.grouping import torch_dtype
 from weft.plan.model_refusals import PULL_OF_16_BIT_WEIGHTS
+from weft.plan.partition.served_wire import SERVERS
 from weft.plan.plan import Plan
 from weft.server.protocol.client import ServerClient
 from weft.server.protocol.layout import ServerLayout
@@ -43,9 +44,6 @@ from weft.sync.served_buckets import OutgoingBucket, Place, outgoing_buckets, pl
 from weft.sync.served_tensors import served_tensors, settings_of
 from weft.sync.whole_parameters import NoSync
 from weft.sync.wrapping_sync import WrappingSync
-
-SERVERS = "servers"
-"""The axis under which bytes sent to servers are counted."""
 
 
 class Progress(Protocol):
