@@ -173,9 +173,8 @@ class Found:
 
     def best_share(self, momentum: float, name: str, number: int) -> float:
         """Of the rate of one worker, the part with which a method is most accurate."""
-        return max(
-            self._args.shares, key=lambda share: statistics.fmean(self.accuracies(momentum, name, number, share))
-        )
+        means = {share: statistics.fmean(self.accuracies(momentum, name, number, share)) for share in self._args.shares}
+        return max(means, key=lambda share: means[share])
 
 
 def tell(page: Page, found: Found, momentum: float, args: argparse.Namespace) -> list[dict[str, Any]]:
