@@ -37,8 +37,8 @@ SERVER_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         combination='[server] compensation or lr_scaling with mode = "bounded" and staleness 0',
-        why="with {server.mode} and {server.staleness} all workers update together, so no gradient is stale, and {idle} "
-        "changes nothing",
+        why="with {server.mode} and {server.staleness} all workers update together, so no gradient is stale, and "
+        "{idle} changes nothing",
         remedy="set [server] staleness to 1 or more, or leave {name} out",
         broken=lambda plan, _: (
             (plan.data.sync, plan.server.mode, plan.server.staleness) == ("server", "bounded", 0)
