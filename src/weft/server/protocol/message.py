@@ -64,7 +64,7 @@ class Kind(IntEnum):
     WEIGHTS = 19
     """A bucket of weights for a clock."""
     GIVEN_UP = 20
-    """A worker's session is over for this server: say hello anew, in a new one."""
+    """A worker's session is over for this server: say hello anew, in that which `clock` names."""
     LATER = 21
     """The answer to HELLO: an earlier session is not over for all servers yet; say it again, in this session."""
     STATE = 22
@@ -89,6 +89,8 @@ class Kind(IntEnum):
     """By the first server: the norm over all servers."""
     KNOWN = 40
     """By the first server, in answer to SERVES: what it has decided that the other one does not know."""
+    ENDED = 41
+    """A worker has said at this server, or at another one, that it ends."""
 
 
 class Malformed(ValueError):

@@ -113,9 +113,9 @@ class WorkerRank:
         self.welcomed.discard(server)
         return [self._hello_to(server)]
 
-    def hello_anew(self) -> list[Message]:
-        """In a new session, because a server has ended the old one."""
-        self.session += 1
+    def hello_anew(self, session: int | None = None) -> list[Message]:
+        """In a new session, because a server has ended the old one, and named the next."""
+        self.session = self.session + 1 if session is None else session
         self.welcomed = set()
         if self.state == State.ARRIVING:
             self._await_all()
@@ -128,14 +128,14 @@ class WorkerRank:
         if message.kind == Kind.REFUSED:
             self.refused = str(read_object(message, {"why": str})["why"])
             return []
+        if message.kind == Kind.GIVEN_UP:
+            return self._take_session(message.clock)
         if message.session != self.session or message.job != self._job:
             return []  # of an earlier session
         if message.kind == Kind.WELCOME:
             return self._welcome(message)
         if message.kind == Kind.LATER:
             return [self._hello_to(message.server)]
-        if message.kind == Kind.GIVEN_UP:
-            return self.hello_anew()
         if message.kind == Kind.BEGIN:
             return self._begin(message)
         if message.kind == Kind.WEIGHTS:
@@ -258,6 +258,12 @@ class WorkerRank:
         if self._missing_states.get(message.server):
             answers.append(self._message(Kind.ASK_STATE, message.server, clock=self.clock))
         return answers
+
+    def _take_session(self, session: int) -> list[Message]:
+        """All ranks of this worker go on in this session, if it is later than theirs."""
+        if session >> SESSION_BITS != self.session >> SESSION_BITS:
+            raise Malformed(f"session {session} is of another start than {self.session}")
+        return self.hello_anew(session) if session > self.session else []
 
     def _first_values(self, server: int) -> list[Message]:
         layout = self.layouts[server]
