@@ -8,14 +8,17 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
-from oracle import MLP, batch_of
+from oracle import MLP, SGD, batch_of
 from ranks import gathered, ranks
 from served_in_threads import servers_in_threads
 from served_rules import some_codec
 from served_training import served, server_plan
 
+import weft
 from weft.cli.progress import _of_servers
+from weft.errors import PlanError
 from weft.plan.plan import Plan
 from weft.sync.served import ServedSync
 from weft.training.run.compression_report import compression_of_run
@@ -73,6 +76,17 @@ def test_synchronous_servers_count_what_came_too_late() -> None:
 def test_a_trainer_describes_its_servers(plan: Plan, says: str) -> None:
     with servers_in_threads(), served(MLP(), plan) as trainer:
         assert says in trainer.describe()
+
+
+def test_servers_are_for_workers_that_run() -> None:
+    with torch.device("meta"):
+        model = MLP()
+    with pytest.raises(
+        PlanError, match=r'"server" every worker is a world of its own.*look at one worker: \[axes\] data'
+    ):
+        weft.parallelize(model, server_plan(2), loss="cross-entropy", optimizer=SGD, device="meta")
+    with pytest.raises(PlanError, match="exchange through servers, which are processes of their own; start real"):
+        weft.parallelize(MLP(), server_plan(2), loss="cross-entropy", optimizer=SGD, replicas_in_process=True)
 
 
 def test_what_is_sent_to_servers_is_compression(tmp_path: Path) -> None:
