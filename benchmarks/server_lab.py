@@ -1,6 +1,6 @@
 """Parameter servers on an emulated network beside all-reduce and DDP: step time, and bytes on the busiest line.
 
-    python benchmarks/server_lab.py --output PAGE.md                                # 3 minutes on two cores, as root
+    python benchmarks/server_lab.py --output PAGE.md                                # 2 minutes on two cores, as root
     python benchmarks/server_lab.py --bandwidth 200Mbit --delay 5ms --sides all-reduce "a server on a host of its own"
     python benchmarks/server_lab.py --tiny                                          # to try the script
 
@@ -18,7 +18,8 @@ With gradients of n bytes and W workers, per step and direction the busiest line
 
 Servers and workers take turns on the line: gradients go in while the backward pass runs and after it, weights go out
 when all gradients have come. Sides run one after the other, each in new processes; the slowest worker's time counts.
-Bytes are those of IP packets, as the switch counted them.
+Bytes are those of IP packets, as the switch counted them; *ms in and out* is what the busiest line needs for them: a
+ring does both at once, a server first the one and then the other.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ from server_lab_hosts import ALL_REDUCE, ALONE, NUM_HOSTS, NUM_WORKERS, SIDES, r
 from server_page import Page, table
 from slow_networks_rank import TABLE_ROWS
 
+from weft.lab.quantities import parse_rate
+
 
 def start_lab(args: argparse.Namespace, folder: str) -> int:
     """Run all sides in one lab; returns its exit code."""
@@ -58,12 +61,15 @@ def start_lab(args: argparse.Namespace, folder: str) -> int:
     return subprocess.call(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
-def row_of(side: str, found: dict[str, Any], base: dict[str, Any] | None) -> list[str]:
+def row_of(side: str, found: dict[str, Any], base: dict[str, Any] | None, bits_per_s: float) -> list[str]:
     lines = [max(found["sent"][host], found["received"][host]) for host in range(NUM_HOSTS)]
     over = "" if base is None else f"{found['step_s'] / base['step_s']:.2f}×"
     steps = f"{1e3 * found['step_s']:.0f} ({1e3 * min(found['steps_s']):.0f} to {1e3 * max(found['steps_s']):.0f})"
-    busiest = f"{max(lines) / 1e6:.1f} (host {lines.index(max(lines))})"
-    return [side, steps, over, f"{sum(found['sent']) / 1e6:.1f}", busiest if max(lines) else "0.0"]
+    host = lines.index(max(lines))
+    needed = [f"{8e3 * found[way][host] / bits_per_s:.0f}" for way in ("received", "sent")]
+    busiest = f"{max(lines) / 1e6:.1f} (host {host})"
+    shown = [busiest, " and ".join(needed)] if max(lines) else ["0.0", ""]
+    return [side, steps, over, f"{sum(found['sent']) / 1e6:.1f}", *shown]
 
 
 def read_arguments() -> argparse.Namespace:
@@ -101,8 +107,15 @@ def main() -> None:
         files = {side: Path(folder, f"{SIDES[side].number}.json") for side in args.sides}
         found = {side: json.loads(path.read_text()) for side, path in files.items() if path.exists()}
     base = found.get(ALL_REDUCE)
-    rows = [row_of(side, one, base) for side, one in found.items()]
-    head = ("side", "ms per step", f"over {ALL_REDUCE}", "MB per step, all hosts", "busiest line, MB per step")
+    rows = [row_of(side, one, base, parse_rate(args.bandwidth)) for side, one in found.items()]
+    head = (
+        "side",
+        "ms per step",
+        f"over {ALL_REDUCE}",
+        "MB per step, all hosts",
+        "busiest line, MB per step",
+        "ms in and out",
+    )
     page.add("", *table(head, rows))
     if base and (alone := found.get(ALONE)):
         hidden = max(base["step_s"] - alone["step_s"], 0.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
 import statistics
 import sys
 import time
@@ -46,7 +47,7 @@ class Page:
     def __init__(self, title: str, description: str) -> None:
         self._started = time.perf_counter()
         self._lines: list[str] = []
-        command = " ".join(["python", *sys.argv])
+        command = shlex.join(["python", *sys.argv])
         self.add(f"# {title}", "", f"{time.strftime('%Y-%m-%d')}, {machine()}.", "", f"    {command}", "", description)
 
     def add(self, *lines: str) -> None:

@@ -149,7 +149,7 @@ def row_of(mode: str, runs: list[tuple[float, list[Point]]], rates: dict[str, li
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--slow", type=float, default=5.0, help="times as long as the others (5)")
-    parser.add_argument("--seconds", type=float, default=16.0, help="of each run (16)")
+    parser.add_argument("--seconds", type=float, default=14.0, help="of each run (14)")
     parser.add_argument("--loss", type=float, default=1.0, help="to reach (1)")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES), metavar="MODE")
