@@ -4,6 +4,7 @@ parameter, by any code, waits for it."""
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import threading
 from collections.abc import Callable
@@ -215,6 +216,23 @@ def test_what_a_trainer_does_beside_steps(use: Callable[[Trainer, Path], dict[st
         assert_equal(use(trainer, tmp_path), expected[-1].weights)
 
 
+def compiled_in_place(model: nn.Module) -> nn.Module:
+    model.compile(backend="eager")
+    return model
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("compiled", [functools.partial(torch.compile, backend="eager"), compiled_in_place])
+def test_a_model_that_is_compiled_as_a_whole(compiled: Callable[[nn.Module], nn.Module]) -> None:
+    """With the hooks inside, it needs all weights before it begins."""
+    model = MLP()
+    expected = train_alone(copy.deepcopy(model), BATCHES)
+    with holding_weights(FIRST_LAYER, goes_when_waited=True), served(compiled(model), server_plan(1)) as trainer:
+        losses = [float(trainer.step(*batch)) for batch in BATCHES]
+    assert losses == pytest.approx([one.loss for one in expected], rel=1e-10)
+    assert_equal(weights_of(model), expected[-1].weights)
+
+
 def test_a_graph_of_earlier_weights_is_refused() -> None:
     model = MLP()
     with servers_in_threads(), served(model, server_plan(1)) as trainer:
@@ -267,7 +285,7 @@ def test_optimizers_and_gradients_are_not_waited_for() -> None:
 
 
 @ranks(2)
-@pytest.mark.sampled(6, long=12)
+@pytest.mark.sampled(3, long=12)
 @pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize("pull", ["master", "bf16"])
 @pytest.mark.parametrize("codec", [Codec(), Codec(name="topk", density=0.3, dense_below=1)])
@@ -315,8 +333,8 @@ def wait_for_all_after_each_step(trainer: Trainer) -> None:
 @pytest.mark.parametrize(
     ("axes", "changes"),
     [
-        (dict(tensor=2), dict()),
         (dict(pipeline=2), dict(recompute=Recompute(policy="full"))),
+        pytest.param(dict(tensor=2), dict(), marks=pytest.mark.long),
         pytest.param(dict(ring=2), dict(), marks=pytest.mark.long),
         pytest.param(dict(ulysses=2), dict(), marks=pytest.mark.long),
         pytest.param(dict(pipeline=2), dict(), marks=pytest.mark.long),

@@ -23,6 +23,7 @@ class ServedClock:
         self._client, self._arriving, self._timeout_s = client, arriving, timeout_s
         self.told: list[tuple[int, Begin]] = []
         """By server: the version of this clock's weights, and what it said when the clock began."""
+        self._is_settled = True
         self.look_again()
 
     def look_again(self) -> None:
@@ -35,6 +36,7 @@ class ServedClock:
         """Wait until the next clock has begun; its weights come while they are used."""
         self._client.wait_for_clock(timeout_s=self._timeout_s)
         self.look_again()
+        self._is_settled = False
         self._arriving.expect()
 
     def wait_for_buckets(self, buckets: Collection[BucketKey]) -> None:
@@ -43,8 +45,10 @@ class ServedClock:
 
     def settle(self) -> None:
         """All weights of this clock are here."""
-        self._arriving.wait()
-        self._client.wait_for_all()
+        if not self._is_settled:
+            self._arriving.wait()
+            self._client.wait_for_all()
+            self._is_settled = True
 
     def is_torn(self) -> bool:
         """What was computed in this clock must not be sent: its weights were not of one version. Other ranks of the
