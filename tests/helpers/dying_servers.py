@@ -293,6 +293,7 @@ def copied(snapshot: Snapshot) -> Snapshot:
     return Snapshot(
         plain=json.loads(json.dumps(snapshot.plain)),
         buckets=tuple((tuple(map(bytes, state)), tuple(map(bytes, one))) for state, one in snapshot.buckets),
+        fixed=tuple(tuple(map(bytes, one)) for one in snapshot.fixed),
     )
 
 

@@ -22,7 +22,7 @@ from weft.server.hello import answer_hello
 from weft.server.invitations import Invitations
 from weft.server.other_servers import TO_LEADER, OtherServers
 from weft.server.outgoing import Reply as Reply
-from weft.server.outgoing import send_clock, send_state
+from weft.server.outgoing import send_clock, send_fixed, send_state
 from weft.server.protocol.layout import ServerLayout
 from weft.server.protocol.message import (
     SERVER_KINDS,
@@ -184,7 +184,9 @@ class ParameterServer:
                 self.refused["impostor"] += 1
                 return
             self.members.heard(message.worker, now_s)
-            if kind == Kind.ASK_STATE:
+            if kind == Kind.ASK_FIXED:
+                yield from send_fixed(self, peer, message)
+            elif kind == Kind.ASK_STATE:
                 if self.store is None:
                     raise Malformed("asked for state before the first weights")
                 self._asks_state[peer] = message
@@ -194,7 +196,7 @@ class ParameterServer:
     def _take(self, message: Message) -> None:
         """A message of a rank that has said hello."""
         worker = message.worker
-        if message.kind in (Kind.INITIAL, Kind.INITIAL_STATE):
+        if message.kind in (Kind.INITIAL, Kind.INITIAL_STATE, Kind.INITIAL_FIXED):
             self.take_first(message)
         elif message.kind == Kind.PUSH:
             self.arrivals[worker].push(message)
@@ -300,7 +302,7 @@ class ParameterServer:
         return self.arrivals[worker]
 
     def take_first(self, message: Message) -> None:
-        """First values of a bucket, or the optimizer's state of it."""
+        """First values of a bucket, trained or not, or the optimizer's state of it."""
         if self._first is not None:  # else of a worker that did not know that another one was first
             self._first.take(message)
             self.start_if_ready()

@@ -27,6 +27,7 @@ from torch import nn
 
 from weft.comm.group import Traffic
 from weft.errors import JobError
+from weft.layout import Layout
 from weft.mesh import Mesh
 from weft.parallel.zero.grouping import torch_dtype
 from weft.plan.partition.served_wire import SERVERS
@@ -40,12 +41,13 @@ from weft.server.protocol.worker_rank import WorkerRank
 from weft.sync.arriving_weights import ArrivingWeights, Views
 from weft.sync.base import PipelineSync, Totals
 from weft.sync.compressed_all_reduce import clip_to_share
+from weft.sync.kept_codecs import KeptCodecs
 from weft.sync.push_codecs import Momentum, PushCodecs
 from weft.sync.push_when_complete import BucketKey, PushWhenComplete
 from weft.sync.served_buckets import OutgoingBucket, Place, buckets_of, outgoing_buckets, places_of
 from weft.sync.served_clock import ServedClock
 from weft.sync.served_optimizer import momentum_of, state_of
-from weft.sync.served_tensors import refuse_narrow, served_tensors, settings_of
+from weft.sync.served_tensors import fixed_of, refuse_narrow, served_tensors, settings_of
 from weft.sync.whole_parameters import NoSync
 from weft.sync.wrapping_sync import WrappingSync
 
@@ -59,6 +61,10 @@ class Progress(Protocol):
     """What servers update with, and from whose state they go on, which is theirs then."""
     steps_done: int
     data_position: int
+    layouts: dict[str, Layout]
+
+    @property
+    def named_model(self) -> nn.Module: ...
 
 
 class ServedSync(WrappingSync):
@@ -82,6 +88,8 @@ class ServedSync(WrappingSync):
         """Makes this worker a part of its run, which it is not yet."""
         self._places: list[list[Place | None]] = []
         self._codecs: PushCodecs | None = None
+        self.kept = KeptCodecs()
+        """What they keep, for checkpoints."""
         self._clip = 0.0
         """Norm to which gradients are clipped before they are compressed; 0 clips nothing."""
         self._committed = -1
@@ -142,7 +150,8 @@ class ServedSync(WrappingSync):
         with torch.no_grad():
             for piece in self.pieces:
                 piece.tensor.data = piece.tensor.data.contiguous()  # servers have elements in order
-        together = served_tensors(self.pieces, optimizer, mesh, run.plan.codec)
+        fixed = fixed_of(trainer.named_model, self, trainer.layouts, mesh)
+        together = served_tensors(self.pieces, optimizer, mesh, run.plan.codec, fixed)
         if hasattr(optimizer, "use_norms") and any("[" in one.name for one in together.tensors):
             raise JobError(
                 f"{type(optimizer).__name__} needs the norms of whole tensors, and a rank of this worker has a part of "
@@ -176,6 +185,7 @@ class ServedSync(WrappingSync):
             first_state=functools.partial(self._state_of, optimizer) if optimizer.state else None,
             progress=(trainer.steps_done, trainer.data_position),
             earlier_starts=run.earlier_starts,
+            fixed=fixed,
         )
         traffic = mesh.traffic.setdefault(SERVERS, Traffic())
         self._client = ServerClient(run.addresses, run.key, rank, traffic=traffic)
@@ -184,6 +194,7 @@ class ServedSync(WrappingSync):
         self._clock = ServedClock(self._client, self._arriving, timeout_s=self._timeout_s)
         begin = self._clock.told[0][1]
         optimizer.state.clear()
+        self.kept.join(self._codecs, settings, goes_on=begin.step == trainer.steps_done)
         if begin.step:
             trainer.steps_done, trainer.data_position = begin.step, begin.position
 

@@ -310,8 +310,7 @@ class Trainer:
         self._require_weights("save()")
         self.flush()
         with self.update.holding_state() as writes:
-            if writes:
-                self.saving.save(self, Path(directory), wait=wait)
+            self.saving.save(self, Path(directory), wait=wait, writes=writes)
 
     @collective_call("trainer.export")
     def export(self, directory: str | Path, *, average: bool = False) -> None:

@@ -55,6 +55,10 @@ class Kind(IntEnum):
     """Which run is this, where are its servers, and which worker may I be?"""
     SKIP = 10
     """Another server has let this worker begin a later clock: it goes on with that one here, too."""
+    INITIAL_FIXED = 13
+    """First values of a bucket of what is not trained; before any first weights."""
+    ASK_FIXED = 14
+    """Send me what is not trained: this start of a worker has not had it."""
     WELCOME = 16
     """The answer to HELLO: JSON of what the server has."""
     REFUSED = 17
@@ -71,6 +75,8 @@ class Kind(IntEnum):
     """A bucket of weights, with the optimizer's state."""
     RUN = 23
     """The answer to ASK_RUN: JSON."""
+    FIXED = 26
+    """A bucket of what is not trained."""
     SERVES = 32
     """I am a server. `place` is the number of the server that says this and what follows."""
     JOINED = 33

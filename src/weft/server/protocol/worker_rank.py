@@ -23,6 +23,7 @@ from enum import Enum
 
 import torch
 
+from weft.server.protocol.fixed import FixedExchange, FixedValues
 from weft.server.protocol.frames import frame_of, tensor_of, write_frame
 from weft.server.protocol.layout import ServerLayout
 from weft.server.protocol.message import (
@@ -68,13 +69,14 @@ class WorkerRank:
         first_state: Callable[[int, int], PartState] | None = None,
         progress: tuple[int, int] = (0, 0),
         earlier_starts: Sequence[int] = (),
+        fixed: FixedValues | None = None,
     ) -> None:
         """`weights`: by server and part, the flat views that weights are written to, and first values are read from;
         None for parts that this rank has not. `worker`: its number, or -1 to be given one. `start`: a random number of
         this start of the worker, the same on all its ranks. `gives_first`: first values are this worker's, where
         servers have none. `first_state`: the optimizer's of a server's part, where training goes on.
         `progress`: step and place in the data of first values. `earlier_starts`: those of this worker that are over,
-        for which servers need not wait."""
+        for which servers need not wait. `fixed`: what it does not train."""
         self.settings, self.worker, self.place = settings, worker, place
         self.layouts = [ServerLayout.of(settings, server) for server in range(settings.num_servers)]
         self.session = start << SESSION_BITS
@@ -96,6 +98,7 @@ class WorkerRank:
         """Seconds within which a server that died is started again, by what it said."""
         self._weights, self._gives_first, self._job = weights, gives_first, settings.digest
         self._first_state, self._progress, self._earlier_starts = first_state, progress, list(earlier_starts)
+        self._fixed = FixedExchange(self.layouts, place, fixed)
         self._states: dict[tuple[int, int], Message] = {}
         """What was answered, by server and bucket, to the question for the optimizer's state."""
         self._missing_states: dict[int, set[int]] = {}
@@ -151,6 +154,9 @@ class WorkerRank:
             self._take(message)
         elif message.kind == Kind.STATE:
             self._take_state(message)
+        elif message.kind == Kind.FIXED:
+            self._fixed.take(message)
+            self._look()
         elif message.kind != Kind.ALIVE:
             raise Malformed(f"{message.kind.name} is not for workers")
         return []
@@ -167,7 +173,8 @@ class WorkerRank:
 
     def has_bucket(self, server: int, bucket: int) -> bool:
         """A bucket of this clock's weights is here."""
-        return self.state != State.ARRIVING or (server in self.begins and bucket not in self._missing[server])
+        is_here = self._fixed.is_here and server in self.begins and bucket not in self._missing[server]
+        return self.state != State.ARRIVING or is_here
 
     @property
     def has_state(self) -> bool:
@@ -286,7 +293,8 @@ class WorkerRank:
 
     def _first_values(self, server: int) -> list[Message]:
         layout = self.layouts[server]
-        found = []
+        fixed = self._fixed.first_frames(server)
+        found = [self._message(Kind.INITIAL_FIXED, server, bucket=bucket, frames=frames) for bucket, frames in fixed]
         for bucket, parts in enumerate(layout.buckets):
             if layout.owners[bucket] != self.place:
                 continue
@@ -318,7 +326,8 @@ class WorkerRank:
             self._missing[message.server] = set(self._expected[message.server])
         self._keep_longer(message.server, message.clock, begin.saved)
         self._look()
-        return self._skip(behind)
+        asks = [self._message(Kind.ASK_FIXED, message.server)] if self._fixed.missing[message.server] else []
+        return asks + self._skip(behind)
 
     def _keep_longer(self, server: int, begun: int, saved: int) -> None:
         """What a server has applied, all before a clock that is begun, and not saved, is kept in memory of its own."""
@@ -377,7 +386,8 @@ class WorkerRank:
         self.is_torn, self._in_use = self.is_torn or self._in_use, False
 
     def _look(self) -> None:
-        if len(self.begins) == len(self.layouts) and not any(self._missing.values()):
+        is_all_here = len(self.begins) == len(self.layouts) and not any(self._missing.values())
+        if self.state == State.ARRIVING and is_all_here and self._fixed.is_here:
             self.state = State.HERE
 
     def _view(self, server: int, part: int) -> torch.Tensor:
