@@ -1,8 +1,6 @@
-"""`python -m served_often train ...`: as `served_command`, with servers that save all the time."""
+"""`python -m served_often train ...`: the command line, with servers that save all the time."""
 
 from __future__ import annotations
-
-import served_command  # noqa: F401  plans may have servers
 
 from weft.cli.main import main
 from weft.server.local_servers import LocalServers

@@ -125,6 +125,9 @@ def test_a_later_session_leaves_buffers_as_they_are() -> None:
     made.say(worker, worker.rank.hello_anew())
     made.run(5)
     assert made.servers[0].version == 5 and fixed[1].tensors["count"].item() == 77
+    for queues in (made.to_workers, made.to_servers):  # with the process that ends
+        queues.pop((1, 0), None)
+    del made.by_peer[worker.peers[0]]
     again = FixedTensors(tensors_of(1))
     made.workers[1] = PlayedWorker(1, settings, start=2, fixed=again)
     made.workers[1].rank._earlier_starts = [1]

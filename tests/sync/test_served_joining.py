@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from oracle import ADAMW, MLP, SGD, batch_of, train_alone
 from ranks import gathered, ranks
-from served_training import allowing_servers, served, server_plan
+from served_training import served, server_plan
 from torch import Tensor
 
 import weft
@@ -191,5 +191,5 @@ def test_workers_of_several_hosts_without_an_address() -> None:
                 with served(MLP(), server_plan(2)):
                     pass
         else:
-            with allowing_servers(), worker_mesh.join_run(server_plan(2), "cpu", timeout_s=60).servers:  # type: ignore
+            with worker_mesh.join_run(server_plan(2), "cpu", timeout_s=60).servers:  # type: ignore
                 pass

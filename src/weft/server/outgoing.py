@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from weft.server.protocol.frames import frame_of
-from weft.server.protocol.message import Begin, Buffer, Kind, Malformed, Message, pack_begin
+from weft.server.protocol.message import NO_AGES, Begin, Buffer, Kind, Malformed, Message, pack_begin
 from weft.server.protocol.optimizer_state import pack_states
 from weft.server.protocol.settings import MASTER
 
@@ -47,6 +47,8 @@ def send_clock(server: ParameterServer, worker: int) -> Iterator[Reply]:
         saved=server.recovery.saved_of(worker, clock),
         is_skipped=told.is_skipped,
         used=server.mode.used(worker),
+        num_dropped=server.mode.num_dropped,
+        ages=server.store.count_ages(len(NO_AGES)),
     )
     server.num_tickets += 1
     peers = server.members.peers_of(worker)

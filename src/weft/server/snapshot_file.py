@@ -4,6 +4,7 @@
     saved-0/fixed       the same of what is not trained, written once, before the first snapshot
     saved-0/common-120  a snapshot again, which all servers took of this version, and the one before it
     saved-0/decisions   a line of JSON for each, added before anybody is told
+    saved-0/known       JSON of the numbers that were given to workers, and of the other servers
 
 A snapshot is written beside the last one, to the disk, and then takes its name. Lines of decisions outlive the process,
 not the machine: they are not waited for.
@@ -25,7 +26,7 @@ from weft.errors import LaunchError
 from weft.server.protocol.message import Buffer
 from weft.server.snapshot import Snapshot
 
-SNAPSHOT, DECISIONS, FIXED, COMMON = "snapshot", "decisions", "fixed", "common-"
+SNAPSHOT, DECISIONS, FIXED, KNOWN, COMMON = "snapshot", "decisions", "fixed", "known", "common-"
 _COMMON_KEPT = 2
 """Of these: another server may not have written the last one yet. There is a further one when all have."""
 _LENGTH = struct.Struct("<Q")
@@ -121,6 +122,22 @@ def _read(file: BinaryIO, length: int) -> bytes:
     if length > os.fstat(file.fileno()).st_size - file.tell():
         raise ValueError("the file ends before")
     return file.read(length)
+
+
+def write_known(folder: Path, known: dict[str, Any]) -> None:
+    """Put plain values in the place of the last ones, for the next process of a server."""
+    beside = folder / f"{KNOWN}.being-written"
+    beside.write_text(json.dumps(known))
+    beside.rename(folder / KNOWN)
+
+
+def read_known(folder: Path) -> dict[str, Any] | None:
+    """What an earlier process has written last; None if there is nothing."""
+    try:
+        found: dict[str, Any] = json.loads((folder / KNOWN).read_text())
+    except FileNotFoundError:
+        return None
+    return found
 
 
 class DecisionsFile:

@@ -16,15 +16,17 @@ from torch import nn
 
 from weft.comm.objects import gather_values
 from weft.comm.world.agreement import own_versions
+from weft.errors import PlanError
 from weft.layout import Layout
 from weft.mesh import Mesh
 from weft.parallel.state.buffers import persistent_buffers
 from weft.parallel.zero.flat_parameters import Piece
 from weft.plan.exchange.coded_tensor import is_coded
 from weft.plan.exchange.push_format import rows_together
+from weft.plan.model_refusals import PULL_OF_16_BIT_WEIGHTS
 from weft.plan.partition.flat_buffers import DTYPES
 from weft.plan.partition.server_shards import ServedTensor
-from weft.plan.plan import Codec
+from weft.plan.plan import Codec, Plan
 from weft.server.protocol.optimizer_spec import Spec, describe_optimizer
 from weft.server.protocol.served_run import ServedRun
 from weft.server.protocol.settings import MASTER, Settings
@@ -98,6 +100,14 @@ def _numbers(tensor: torch.Tensor, codec: Codec) -> tuple[int, int, str, bool, i
     coded = is_coded(codec, tensor.shape)
     together = rows_together(codec, tensor.shape) if coded else 1
     return tensor.numel(), tensor.element_size(), str(tensor.dtype).removeprefix("torch."), coded, together
+
+
+def refuse_narrow(pieces: Sequence[Piece], plan: Plan) -> None:
+    """Weights of 16 bits are not rounded to 16 bits."""
+    narrow = next((one for one in pieces if one.tensor.element_size() < 4), None)
+    if plan.server.pull != MASTER and narrow is not None:
+        dtype = str(narrow.tensor.dtype).removeprefix("torch.")
+        raise PlanError(PULL_OF_16_BIT_WEIGHTS.message(plan, name=narrow.name, dtype=dtype))
 
 
 def settings_of(run: ServedRun, together: ServedTensors, *, num_ranks: int, needs_norms: bool) -> Settings:

@@ -15,6 +15,7 @@ from weft.checkpoint.new_layers import NewLayers
 from weft.checkpoint.pretrained import load_weights
 from weft.comm.failures.activity import calls, collective_call
 from weft.comm.failures.watch import set_step_timeout
+from weft.comm.world.fake_world import is_fake
 from weft.mesh import Mesh, make_mesh
 from weft.optim.tensor_norms import give_norms
 from weft.parallel.apply import apply_plan
@@ -24,6 +25,7 @@ from weft.parallel.tensor.shares import counted_elements
 from weft.parallel.zero.flat_parameters import Piece
 from weft.plan.all_ranks import with_ranks
 from weft.plan.check import require
+from weft.plan.in_process_refusals import SERVERS_ON_META
 from weft.plan.partition.one_worker import is_served, one_worker
 from weft.plan.partition.replicas import in_process_problems
 from weft.plan.plan import Plan
@@ -104,6 +106,10 @@ def parallelize(
     calls.forget_durations()
     plan = as_plan(plan)
     timeout_s = max(DEFAULT_TIMEOUT_S, plan.comm.timeout_s)
+    if is_served(plan):
+        is_meta = is_fake() or (device is not None and torch.device(device).type == "meta")
+        refused = list(in_process_problems(plan)) if replicas_in_process else []
+        require([*refused, *([SERVERS_ON_META.message(plan)] if is_meta else [])])
     joined = join_run(plan, device, timeout_s=timeout_s) if is_served(plan) else None
     if joined is not None:
         plan, world = one_worker(plan), joined.world

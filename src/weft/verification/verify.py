@@ -82,7 +82,9 @@ def verify(
         model = copy.deepcopy(model)
         fill_alone(model, draw_seed(), torch.device("cpu"))
     if is_served(plan):
-        exact, notes = comparable_with_servers(plan)
+        plan, notes = with_compression(plan, num_steps=len(batches))
+        exact, more_notes = comparable_with_servers(plan)
+        notes = [*notes, *more_notes]
         waits = dataclasses.replace(plan.server, backups=0)  # also where rounding is measured: all are waited for
         plan = dataclasses.replace(plan, server=waits)
     else:

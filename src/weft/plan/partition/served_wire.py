@@ -17,9 +17,11 @@ from dataclasses import dataclass
 
 from weft.plan.partition.server_shards import ServedTensor, assign_buckets, assign_parts
 
+SERVERS = "servers"
+"""The axis under which bytes sent to servers are counted."""
 HEADER_BYTES = 56
 COMMIT_BYTES = 64
-BEGIN_BYTES = 72
+BEGIN_BYTES = 144
 """As `server/protocol/message.py` packs them."""
 
 

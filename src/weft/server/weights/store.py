@@ -103,6 +103,13 @@ class PartStore:
         """Updates that were made since a worker took its weights."""
         return self.version - self._taken[worker][0] if worker in self._taken else 0
 
+    def count_ages(self, num_ages: int) -> tuple[int, ...]:
+        """Updates so far by their gradient's age; the last number is of all older ones, too."""
+        found = [0] * num_ages
+        for age, number in self.staleness.items():
+            found[min(age, num_ages - 1)] += number
+        return tuple(found)
+
     @torch.no_grad()
     def update(self, gradients: Gradients, *, lr_factor: float, worker: int | None = None) -> None:
         """One update, with gradients that the store may overwrite; None leaves a part as it is.

@@ -45,7 +45,7 @@ from weft.training.run.components import Prepared, context_of, prepare
 from weft.training.run.compression_report import compression_of_run
 from weft.training.run.folder_probe import require_usable, room_for
 from weft.training.run.job import Job, default_job, format_job, read_job
-from weft.training.run.metrics import MetricsFile, Recorder, StepRecord, replica_fields, units_of
+from weft.training.run.metrics import MetricsFile, Recorder, StepRecord, replica_fields, served_fields, units_of
 from weft.training.run.naming_step import naming_step
 from weft.training.run.newest import load_newest_whole
 from weft.training.run.observer import Observer, Summary
@@ -271,6 +271,7 @@ class _Run:
             shares=shares,
             straggler=self.trainer.rank_speeds.straggler,
             **replica_fields(self.trainer),
+            **served_fields(self.trainer),
         )
         self._tell(record)
 
