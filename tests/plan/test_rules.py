@@ -103,6 +103,20 @@ REFUSED = [
         "set backups to at most 1, or data to 3 or more",
     ),
     (
+        Plan(axes=Axes(data=2), data=SERVED, server=Server(mode="bounded", compensation=0.1)),
+        'with [server] mode = "bounded" and [server] staleness = 0 all workers update together, so no gradient is '
+        "stale, and [server] compensation = 0.1 changes nothing; set [server] staleness to 1 or more, or leave "
+        "compensation out",
+    ),
+    (
+        Plan(
+            axes=Axes(data=2),
+            data=SERVED,
+            server=Server(mode="bounded", compensation=0.1, lr_scaling="staleness"),
+        ),
+        '[server] compensation = 0.1 and [server] lr_scaling = "staleness" changes nothing',
+    ),
+    (
         Plan(axes=Axes(data=2), data=SERVED, server=Server(mode="async"), codec=Codec(name="sign")),
         '[codec] name = "sign" is a vote of all workers, and with [server] mode = "async" every update is made of one',
     ),
@@ -280,6 +294,7 @@ def test_every_rule_is_broken_by_some_plan(rule):
         Plan(axes=Axes(data=2, pipeline=2), data=Data(sync="local", every=4)),
         Plan(axes=Axes(data=4), data=Data(sync="server"), server=Server(backups=3)),
         Plan(axes=Axes(data=2), data=SERVED, server=Server(mode="bounded"), codec=Codec(name="sign")),
+        Plan(axes=Axes(data=2), data=SERVED, server=Server(mode="bounded", staleness=1, compensation=0.1)),
         Plan(axes=Axes(data=2), data=SERVED, codec=Codec(name="half")),
         Plan(axes=Axes(data=2), data=SERVED, step=Step(clip_norm=1.0), codec=Codec(name="topk")),
         Plan(

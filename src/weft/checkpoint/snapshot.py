@@ -22,6 +22,7 @@ from weft.checkpoint.files.safetensors import MOST_FILE_BYTES, Entry, TensorFile
 from weft.checkpoint.portable import CODEC, KINDS, MODEL, Part, Portable
 from weft.checkpoint.rank_state import take_rank_part
 from weft.checkpoint.state import Averaging, TrainerState
+from weft.checkpoint.worker_parts import Awaited, awaited
 from weft.layout import Runs
 from weft.plan.text import format_plan
 
@@ -44,6 +45,8 @@ class Snapshot:
     facts: dict[str, Any] | None
     """The index, except its list of files; none in an export."""
     device: torch.device
+    awaited: Awaited | None = None
+    """Files of other workers of parameter servers that are to come into it."""
 
 
 def take(trainer: TrainerState, copies: Staging | None) -> Snapshot:
@@ -81,6 +84,7 @@ def take(trainer: TrainerState, copies: Staging | None) -> Snapshot:
             "tensors": maps,
         },
         device=world.device,
+        awaited=awaited(trainer),
     )
 
 

@@ -141,7 +141,7 @@ class RoleFlags:
 _OF_SERVERS = ("--listen", "--servers")
 
 
-def serve(run: Run, plan: Plan, flags: RoleFlags, *, joining: Sequence[str]) -> None:
+def serve(run: Run, plan: Plan, flags: RoleFlags, *, joining: Sequence[str], max_restarts: int) -> None:
     """Start the servers of a job, say how workers join them, and how far they are. `joining`: arguments of the command
     by which a worker joins."""
     from weft.launch_servers import launch_servers
@@ -154,6 +154,7 @@ def serve(run: Run, plan: Plan, flags: RoleFlags, *, joining: Sequence[str]) -> 
             plan,
             here,
             seed=run.job.steps.seed,
+            max_restarts=max_restarts,
             described=shared_facts(run.job),
             on_start=lambda addresses: seen.started(here, addresses, joining),
             on_status=seen.hear,

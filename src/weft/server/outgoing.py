@@ -1,4 +1,4 @@
-"""What a server sends to a worker: its next clock and the weights for it, or the optimizer's state.
+"""What a server sends to a worker: its next clock and the weights for it, the optimizer's state, what is not trained.
 
 Frames of weights are the weights themselves: nothing is copied.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from weft.server.protocol.frames import frame_of
-from weft.server.protocol.message import NO_AGES, Begin, Buffer, Kind, Message, pack_begin
+from weft.server.protocol.message import NO_AGES, Begin, Buffer, Kind, Malformed, Message, pack_begin
 from weft.server.protocol.optimizer_state import pack_states
 from weft.server.protocol.settings import MASTER
 
@@ -81,3 +81,13 @@ def send_state(server: ParameterServer, peer: bytes, message: Message) -> Iterat
                 frames=tuple(frames),
             )
             yield Reply(peer=peer, message=sent, lends=True)
+
+
+def send_fixed(server: ParameterServer, peer: bytes, message: Message) -> Iterator[Reply]:
+    """What a rank holds and does not train; raises Malformed before there is any."""
+    if server.store is None or server.layout is None:
+        raise Malformed("asked for what is not trained before the first weights")
+    for bucket, frames in enumerate(server.store.fixed):
+        if message.place in server.layout.fixed_holders(bucket):
+            sent = server.message(Kind.FIXED, message.worker, place=message.place, bucket=bucket, frames=frames)
+            yield Reply(peer=peer, message=sent)

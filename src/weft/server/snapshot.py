@@ -1,6 +1,7 @@
 """A server's state at one moment, as the messages with which a run begins, and where everybody is.
 
     settings   ─ the first hello would say them
+    fixed      ─ INITIAL_FIXED, and
     buckets    ─ INITIAL_STATE and INITIAL, as the first worker sends them
     the rest   ─ plain numbers: version, the next clock of each worker, decisions made, what workers were told
 
@@ -33,6 +34,8 @@ class Snapshot:
     """Numbers."""
     buckets: tuple[tuple[tuple[Buffer, ...], tuple[Buffer, ...]], ...]
     """The frames of each bucket: the optimizer's state, then the weights."""
+    fixed: tuple[tuple[Buffer, ...], ...] = ()
+    """The frames of each bucket of what is not trained, which is the same in all snapshots."""
 
     @property
     def next_clocks(self) -> dict[int, int]:
@@ -78,6 +81,7 @@ def take(server: ParameterServer) -> Snapshot:
             )
             for parts in layout.buckets
         ),
+        fixed=store.fixed,
     )
 
 
@@ -101,6 +105,9 @@ def go_on(server: ParameterServer, snapshot: Snapshot, records: Sequence[Mapping
         settings = read_settings(Message(kind=Kind.HELLO, frames=(json.dumps(plain["settings"]).encode(),)))
         server.begin(settings)
         assert server.layout is not None
+        for bucket, frames in enumerate(snapshot.fixed):
+            place = server.layout.fixed_holders(bucket)[0]
+            server.take_first(Message(kind=Kind.INITIAL_FIXED, place=place, bucket=bucket, frames=frames))
         for bucket, (state, weights) in enumerate(snapshot.buckets):
             place = server.layout.owners[bucket]
             for kind, frames in ((Kind.INITIAL_STATE, state), (Kind.INITIAL, weights)):

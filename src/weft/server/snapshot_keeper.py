@@ -16,7 +16,7 @@ from weft.server.all_together import AllTogether
 from weft.server.recovery import MOST_AHEAD
 from weft.server.server import ParameterServer
 from weft.server.snapshot import Snapshot, can_take, go_on, next_clocks_of, note_saved, take
-from weft.server.snapshot_file import DecisionsFile, read_snapshot, write_snapshot
+from weft.server.snapshot_file import DecisionsFile, read_known, read_snapshot, write_known, write_snapshot
 
 log = logging.getLogger("weft")
 EVERY_S = 10.0
@@ -41,6 +41,12 @@ class SnapshotKeeper:
         self._last_version = -1
         self._most_clocks = MOST_AHEAD // 2
         """Clocks that a worker may have to keep, before a snapshot is due."""
+        self._known = read_known(folder)
+        """Numbers that were given to workers, and the other servers, on the first server."""
+        if self._known is not None:
+            server.others.go_on(self._known["servers"])
+            if server.invitations is not None:
+                server.invitations.go_on(self._known["numbers"])
         snapshot = read_snapshot(folder)
         if snapshot is not None:
             records = self._decisions.read()
@@ -57,6 +63,11 @@ class SnapshotKeeper:
             if isinstance(server.mode, AllTogether) and (records := server.mode.decisions.records):
                 self._decisions.add(records)
                 records.clear()
+            if server.invitations is not None:
+                known = {"numbers": server.invitations.as_plain(), "servers": server.others.as_plain()}
+                if known != self._known:
+                    write_known(self._folder, known)
+                    self._known = known
             if not server.recovery.was_saved and can_take(server):
                 first = take(server)
                 write_snapshot(self._folder, first)

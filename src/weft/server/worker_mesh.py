@@ -37,7 +37,7 @@ from weft.plan.partition.one_worker import one_worker
 from weft.plan.plan import ALL, Plan
 from weft.plan.shared_fields import differences, shared_fields
 from weft.server.listening import listen_at
-from weft.server.local_servers import LocalServers
+from weft.server.local_servers import MOST_RESTARTS, LocalServers
 from weft.server.protocol.ask_run import FoundRun, HeldNumber, ask_run
 from weft.server.protocol.client import JOIN_TIMEOUT_S
 from weft.server.protocol.keys import key_for
@@ -231,6 +231,7 @@ def _find_servers(plan: Plan, store: Store | None, rank: int, worker: int) -> tu
             job=job,
             num_started=int(plan.axes.data),
             described=shared_fields(plan),
+            max_restarts=MOST_RESTARTS,
             **listen_at(os.environ.get(LISTEN), os.environ.get(KEY)),
         )
         said = {"job": job, "addresses": servers.addresses, "host": host_id()}

@@ -89,7 +89,7 @@ def _server_lines(mesh: Mesh) -> list[str]:
     server, servers = plan.server, "a server" if plan.server.shards == 1 else f"{plan.server.shards} servers"
     rule = "every worker's gradient is an update"
     if server.mode == "sync":
-        workers = f"the first {int(plan.axes.data) - server.backups}" if server.backups else "all workers"
+        workers = f"the first {plan.axes.data_ranks - server.backups}" if server.backups else "all workers"
         rule = f"an update per step of the gradients of {workers}"
     elif server.mode == "bounded":
         rule += f", at most {server.staleness} clocks ahead of the slowest worker"

@@ -55,6 +55,10 @@ class Kind(IntEnum):
     """Which run is this, where are its servers, and which worker may I be?"""
     SKIP = 10
     """Another server has let this worker begin a later clock: it goes on with that one here, too."""
+    INITIAL_FIXED = 13
+    """First values of a bucket of what is not trained; before any first weights."""
+    ASK_FIXED = 14
+    """Send me what is not trained: this start of a worker has not had it."""
     WELCOME = 16
     """The answer to HELLO: JSON of what the server has."""
     REFUSED = 17
@@ -64,13 +68,15 @@ class Kind(IntEnum):
     WEIGHTS = 19
     """A bucket of weights for a clock."""
     GIVEN_UP = 20
-    """A worker's session is over for this server: say hello anew, in a new one."""
+    """A worker's session is over for this server: say hello anew, in that which `clock` names."""
     LATER = 21
     """The answer to HELLO: an earlier session is not over for all servers yet; say it again, in this session."""
     STATE = 22
     """A bucket of weights, with the optimizer's state."""
     RUN = 23
     """The answer to ASK_RUN: JSON."""
+    FIXED = 26
+    """A bucket of what is not trained."""
     SERVES = 32
     """I am a server. `place` is the number of the server that says this and what follows."""
     JOINED = 33
@@ -89,6 +95,8 @@ class Kind(IntEnum):
     """By the first server: the norm over all servers."""
     KNOWN = 40
     """By the first server, in answer to SERVES: what it has decided that the other one does not know."""
+    ENDED = 41
+    """A worker has said at this server, or at another one, that it ends."""
 
 
 class Malformed(ValueError):

@@ -8,6 +8,11 @@ from a snapshot: a server that has lost it gets it again. What is applied and no
 
 A clock's weights are *arriving*, then *here* while gradients are computed, then gradients are *sent*. What is said of a
 clock that is further already changes nothing.
+
+Gradients may be computed while weights are arriving (`use`). Servers send a clock's weights right behind its beginning,
+so the rest is of the same versions, unless a connection or a server is lost meanwhile. Synchronous servers then send
+the same again, a clock being a version there: what is here stays, and the rest is taken. Where the weights that come
+are others, or of a later clock, those in use are *torn*: all are taken anew, and what was computed must not be sent.
 """
 
 from __future__ import annotations
@@ -18,7 +23,8 @@ from enum import Enum
 
 import torch
 
-from weft.server.protocol.frames import frame_of, tensor_of
+from weft.server.protocol.fixed import FixedExchange, FixedValues
+from weft.server.protocol.frames import frame_of, tensor_of, write_frame
 from weft.server.protocol.layout import ServerLayout
 from weft.server.protocol.message import (
     Begin,
@@ -63,13 +69,14 @@ class WorkerRank:
         first_state: Callable[[int, int], PartState] | None = None,
         progress: tuple[int, int] = (0, 0),
         earlier_starts: Sequence[int] = (),
+        fixed: FixedValues | None = None,
     ) -> None:
         """`weights`: by server and part, the flat views that weights are written to, and first values are read from;
         None for parts that this rank has not. `worker`: its number, or -1 to be given one. `start`: a random number of
         this start of the worker, the same on all its ranks. `gives_first`: first values are this worker's, where
         servers have none. `first_state`: the optimizer's of a server's part, where training goes on.
         `progress`: step and place in the data of first values. `earlier_starts`: those of this worker that are over,
-        for which servers need not wait."""
+        for which servers need not wait. `fixed`: what it does not train."""
         self.settings, self.worker, self.place = settings, worker, place
         self.layouts = [ServerLayout.of(settings, server) for server in range(settings.num_servers)]
         self.session = start << SESSION_BITS
@@ -83,10 +90,15 @@ class WorkerRank:
         """Why a server refuses this worker for good."""
         self.welcomed: set[int] = set()
         """Servers at which this session is."""
+        self.is_torn = False
+        """The weights in use were not all of the versions that servers began this clock with."""
+        self._in_use = False
+        """Gradients are computed with those of this clock's weights that are here."""
         self.comes_back_s: dict[int, float] = {}
         """Seconds within which a server that died is started again, by what it said."""
         self._weights, self._gives_first, self._job = weights, gives_first, settings.digest
         self._first_state, self._progress, self._earlier_starts = first_state, progress, list(earlier_starts)
+        self._fixed = FixedExchange(self.layouts, place, fixed)
         self._states: dict[tuple[int, int], Message] = {}
         """What was answered, by server and bucket, to the question for the optimizer's state."""
         self._missing_states: dict[int, set[int]] = {}
@@ -113,12 +125,12 @@ class WorkerRank:
         self.welcomed.discard(server)
         return [self._hello_to(server)]
 
-    def hello_anew(self) -> list[Message]:
-        """In a new session, because a server has ended the old one."""
-        self.session += 1
+    def hello_anew(self, session: int | None = None) -> list[Message]:
+        """In a new session, because a server has ended the old one, and named the next."""
+        self.session = self.session + 1 if session is None else session
         self.welcomed = set()
         if self.state == State.ARRIVING:
-            self._await_all()
+            self._await_again()
         return self.hello()
 
     def receive(self, message: Message) -> list[Message]:
@@ -128,27 +140,41 @@ class WorkerRank:
         if message.kind == Kind.REFUSED:
             self.refused = str(read_object(message, {"why": str})["why"])
             return []
+        if message.kind == Kind.GIVEN_UP:
+            return self._take_session(message.clock)
         if message.session != self.session or message.job != self._job:
             return []  # of an earlier session
         if message.kind == Kind.WELCOME:
             return self._welcome(message)
         if message.kind == Kind.LATER:
             return [self._hello_to(message.server)]
-        if message.kind == Kind.GIVEN_UP:
-            return self.hello_anew()
         if message.kind == Kind.BEGIN:
             return self._begin(message)
         if message.kind == Kind.WEIGHTS:
             self._take(message)
         elif message.kind == Kind.STATE:
             self._take_state(message)
+        elif message.kind == Kind.FIXED:
+            self._fixed.take(message)
+            self._look()
         elif message.kind != Kind.ALIVE:
             raise Malformed(f"{message.kind.name} is not for workers")
         return []
 
+    @property
+    def has_begun(self) -> bool:
+        """All servers have begun this clock."""
+        return self.state != State.SENT and len(self.begins) == len(self.layouts)
+
+    def use(self) -> None:
+        """Gradients are computed from now on, with the weights of this clock that are here, and the others as they
+        come."""
+        self._in_use, self.is_torn = True, False
+
     def has_bucket(self, server: int, bucket: int) -> bool:
         """A bucket of this clock's weights is here."""
-        return self.state != State.ARRIVING or (server in self.begins and bucket not in self._missing[server])
+        is_here = self._fixed.is_here and server in self.begins and bucket not in self._missing[server]
+        return self.state != State.ARRIVING or is_here
 
     @property
     def has_state(self) -> bool:
@@ -191,7 +217,7 @@ class WorkerRank:
             num_buckets = sum(one.kind == Kind.PUSH for one in pushed.get(server, ()))
             frame = pack_commit(replace(said, num_buckets=num_buckets))
             found.append(self._keep(self._message(Kind.COMMIT, server, clock=self.clock, frames=(frame,))))
-        self.state = State.SENT
+        self.state, self._in_use = State.SENT, False
         return found
 
     def alive(self) -> Message:
@@ -259,9 +285,16 @@ class WorkerRank:
             answers.append(self._message(Kind.ASK_STATE, message.server, clock=self.clock))
         return answers
 
+    def _take_session(self, session: int) -> list[Message]:
+        """All ranks of this worker go on in this session, if it is later than theirs."""
+        if session >> SESSION_BITS != self.session >> SESSION_BITS:
+            raise Malformed(f"session {session} is of another start than {self.session}")
+        return self.hello_anew(session) if session > self.session else []
+
     def _first_values(self, server: int) -> list[Message]:
         layout = self.layouts[server]
-        found = []
+        fixed = self._fixed.first_frames(server)
+        found = [self._message(Kind.INITIAL_FIXED, server, bucket=bucket, frames=frames) for bucket, frames in fixed]
         for bucket, parts in enumerate(layout.buckets):
             if layout.owners[bucket] != self.place:
                 continue
@@ -283,13 +316,18 @@ class WorkerRank:
         behind = []
         if message.clock > self.clock:
             behind = list(self.begins) if is_arriving else []
+            self._tear()
             self.clock, self.state = message.clock, State.ARRIVING
             self._await_all()
+        elif not self.settings.is_sync:
+            self._tear()
         self.begins[message.server], self.versions[message.server] = begin, message.version
-        self._missing[message.server] = set(self._expected[message.server])
+        if not self._in_use:
+            self._missing[message.server] = set(self._expected[message.server])
         self._keep_longer(message.server, message.clock, begin.saved)
         self._look()
-        return self._skip(behind)
+        asks = [self._message(Kind.ASK_FIXED, message.server)] if self._fixed.missing[message.server] else []
+        return asks + self._skip(behind)
 
     def _keep_longer(self, server: int, begun: int, saved: int) -> None:
         """What a server has applied, all before a clock that is begun, and not saved, is kept in memory of its own."""
@@ -314,10 +352,9 @@ class WorkerRank:
         layout, lengths = self.layouts[server], self._pull_bytes[server][bucket]
         if tuple(len(one) for one in message.frames) != lengths:
             raise Malformed(f"bucket {bucket} of weights of {[len(one) for one in message.frames][:4]} bytes")
-        with torch.no_grad():
-            for part, frame in zip(layout.buckets[bucket], message.frames, strict=True):
-                dtype = layout.dtype(part) if self.settings.pull == MASTER else self.settings.pull
-                self._view(server, part).copy_(tensor_of(frame, dtype))
+        for part, frame in zip(layout.buckets[bucket], message.frames, strict=True):
+            dtype = layout.dtype(part) if self.settings.pull == MASTER else self.settings.pull
+            write_frame(self._view(server, part), frame, dtype)
         self._missing[server].discard(bucket)
         self._look()
 
@@ -335,8 +372,22 @@ class WorkerRank:
         self.begins = {}
         self._missing = {server: set(expected) for server, expected in enumerate(self._expected)}
 
+    def _await_again(self) -> None:
+        """What was on its way is lost, and comes again; what is in use stays, where that will be the same."""
+        if not self.settings.is_sync:
+            self._tear()
+        if self._in_use:
+            self.begins = {}
+        else:
+            self._await_all()
+
+    def _tear(self) -> None:
+        """Other weights come than those in use."""
+        self.is_torn, self._in_use = self.is_torn or self._in_use, False
+
     def _look(self) -> None:
-        if len(self.begins) == len(self.layouts) and not any(self._missing.values()):
+        is_all_here = len(self.begins) == len(self.layouts) and not any(self._missing.values())
+        if self.state == State.ARRIVING and is_all_here and self._fixed.is_here:
             self.state = State.HERE
 
     def _view(self, server: int, part: int) -> torch.Tensor:

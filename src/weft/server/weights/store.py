@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from weft.plan.partition.server_shards import ServedPart, ServedTensor
+from weft.server.protocol.message import Buffer
 from weft.server.protocol.optimizer_spec import Spec, make_optimizer
 from weft.server.protocol.optimizer_state import PartState
 from weft.server.weights.part_norms import give_norms
@@ -36,11 +37,13 @@ class PartStore:
         scales_by_staleness: bool = False,
         pull: torch.dtype | None = None,
         past_momentum: Collection[int] = (),
+        fixed: Sequence[tuple[Buffer, ...]] = (),
     ) -> None:
         """`values`: the parts' first ones, flat, which become the store's own. `compensation`: λ of DC-ASGD.
         `scales_by_staleness`: rates are divided by the age of a gradient's weights. `pull`: the format in which
-        workers take weights; None: that of the weights. `past_momentum`: parts whose gradients have momentum."""
-        self.parts = tuple(parts)
+        workers take weights; None: that of the weights. `past_momentum`: parts whose gradients have momentum.
+        `fixed`: the frames of what is not trained, by bucket."""
+        self.parts, self.fixed = tuple(parts), tuple(fixed)
         self.parameters = tuple(nn.Parameter(value, requires_grad=True) for value in values)
         held: dict[str, list[torch.Tensor]] = {}
         for part, parameter in zip(self.parts, self.parameters, strict=True):
