@@ -163,6 +163,9 @@ def settle(row: Row) -> Row | None:
         plan = make_plan(row)
     if check(plan) or model_refuses(row):
         return None
+    corrects = plan.server.compensation > 0 or plan.server.lr_scaling != "none"
+    if is_served(plan) and plan.server.updates_together and corrects:
+        return None  # no gradient is old
     if plan.codec.name != "none" and not is_served(plan) and num_coded_replicas(plan) == 1:
         return None  # there is nobody to send anything to
     return row

@@ -61,7 +61,7 @@ def on_8(row: Row) -> None:
 ON_RANKS = dict(zip(NUM_RANKS, (on_4, on_8), strict=True))
 
 
-@pytest.mark.sampled(2, long=8)
+@pytest.mark.sampled(2, long=6)
 @pytest.mark.parametrize("row", ROWS, ids=name_of)
 def test_a_plan_with_servers_gives_the_answer_of_one_process(row: Row) -> None:
     ON_RANKS[num_ranks_of(row)](row=row)

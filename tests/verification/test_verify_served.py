@@ -101,6 +101,7 @@ def test_asynchronous_workers_equal_a_replay_of_the_order_of_updates(plan: Plan,
     [
         ({"tensor": 2}, {"shards": 2}),
         ({"pipeline": 2}, {"mode": "async", "shards": 2, "compensation": 0.5}),
+        ({"tensor": 2}, {"pull": "bf16"}),  # whose rounding is measured in another run of the same workers
     ],
 )
 def test_workers_of_two_ranks(axes: dict[str, int], server: dict[str, Any]) -> None:

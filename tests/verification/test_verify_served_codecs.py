@@ -175,6 +175,7 @@ def test_a_codec_that_forgets_what_it_did_not_send(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(PushCodecs, "end", end)
     first = find(coded("topk", workers=1))
     assert first.what in ("state", "weight") and first.step == 2, first
+    assert first.cause.kind == "codec" and "gradients are right, and servers updated with others" in first.cause.text
 
 
 def test_a_unit_of_what_is_kept_that_is_not_that_of_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,6 +187,7 @@ def test_a_unit_of_what_is_kept_that_is_not_that_of_the_next_step(monkeypatch: p
     monkeypatch.setattr(PushCodecs, "end", end)
     first = find(coded("topk", workers=1))
     assert first.what in ("state", "weight") and first.step == 3, first  # sizes change in the second step
+    assert first.cause.kind == "codec", first.cause
 
 
 def test_servers_that_decode_to_another_size(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,3 +199,4 @@ def test_servers_that_decode_to_another_size(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(Decoder, "decode", decode)
     first = find(coded("qsgd", workers=1))
     assert first.what in ("state", "weight") and first.step == 1, first
+    assert first.cause.kind == "factor" and "exactly 2 times" in first.cause.text

@@ -84,6 +84,17 @@ class WorkerMesh(Mesh):
         self._held, self._is_by_itself, self._described = joined.held, joined.is_by_itself, joined.described
         self._sync: ServedSync | None = None
 
+    def join_another(self, plan: Plan) -> Joined:
+        """Another run of the same workers, with servers of its own; collective."""
+        size = int(self.run.plan.axes.data) * self.world.size
+        if self._store is None and size > 1:
+            raise LaunchError("workers that were started one by one have no place to meet again; leave mesh out")
+        plan = with_ranks(plan, size)
+        require(check(plan, num_ranks=size))
+        rank, worker = self.ranks_before + self.world.rank, self.run.worker
+        run, servers = _find_servers(plan, self._store, rank, worker)
+        return Joined(run=run, world=self.world, servers=servers, store=self._store)
+
     def join_with(self, sync: ServedSync, trainer: Progress, *, timeout_s: float) -> None:
         """Say with what this worker joins its run, as soon as it needs what others have."""
         sync.join_later(self.run, trainer, self, timeout_s=timeout_s)
@@ -168,8 +179,11 @@ class WorkerMesh(Mesh):
             servers.close_when_left()
 
 
-def join_run(plan: Plan, device: torch.device | str | None, *, timeout_s: float) -> Joined:
-    """Join a run with servers, as one of the processes that a launcher has started; collective."""
+def join_run(plan: Plan, device: torch.device | str | None, *, timeout_s: float, earlier: Mesh | None = None) -> Joined:
+    """Join a run with servers, as one of the processes that a launcher has started; collective. `earlier`: the mesh of
+    another run of these processes, whose workers are those of this run."""
+    if isinstance(earlier, WorkerMesh):
+        return earlier.join_another(plan)
     if STARTED in os.environ:
         return _join_started(plan, device, json.loads(os.environ[STARTED]), timeout_s)
     if JOIN in os.environ:
