@@ -42,7 +42,8 @@ from weft.server.protocol.ask_run import FoundRun, HeldNumber, ask_run
 from weft.server.protocol.client import JOIN_TIMEOUT_S
 from weft.server.protocol.keys import key_for
 from weft.server.protocol.served_run import ServedRun, job_name
-from weft.sync.served import Progress, ServedSync
+from weft.sync.served import ServedSync
+from weft.sync.served_progress import Progress
 from weft.world import World, choose_device, join_ranks, join_world, meet
 
 log = logging.getLogger("weft")

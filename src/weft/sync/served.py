@@ -20,14 +20,12 @@ import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 from torch import nn
 
 from weft.comm.group import Traffic
 from weft.errors import JobError
-from weft.layout import Layout
 from weft.mesh import Mesh
 from weft.parallel.zero.grouping import torch_dtype
 from weft.plan.partition.served_wire import SERVERS
@@ -47,24 +45,12 @@ from weft.sync.push_when_complete import BucketKey, PushWhenComplete
 from weft.sync.served_buckets import OutgoingBucket, Place, buckets_of, outgoing_buckets, places_of
 from weft.sync.served_clock import ServedClock
 from weft.sync.served_optimizer import momentum_of, state_of
+from weft.sync.served_progress import Progress
 from weft.sync.served_tensors import fixed_of, refuse_narrow, served_tensors, settings_of
 from weft.sync.whole_parameters import NoSync
 from weft.sync.wrapping_sync import WrappingSync
 
 log = logging.getLogger("weft")
-
-
-class Progress(Protocol):
-    """A trainer, as far as its servers are concerned."""
-
-    optimizer: torch.optim.Optimizer
-    """What servers update with, and from whose state they go on, which is theirs then."""
-    steps_done: int
-    data_position: int
-    layouts: dict[str, Layout]
-
-    @property
-    def named_model(self) -> nn.Module: ...
 
 
 class ServedSync(WrappingSync):
