@@ -1,6 +1,7 @@
-"""One slow worker of four at parameter servers: updates per second, and held-out loss against time and against samples.
+"""One slow worker of four at parameter servers: steps per second, and held-out loss against time and against samples.
 
-    python benchmarks/server_slow_worker.py [--slow 5] [--seconds 20] [--seeds 3] [--json slow-worker.json]
+    python benchmarks/server_slow_worker.py --json slow-worker.json --output PAGE.md     # 5 minutes on two cores
+    python benchmarks/server_slow_worker.py --tiny                                       # to try the script
     python benchmarks/plots.py slow-worker.json -o docs/methods/server-slow-worker.svg
 
 Four workers learn handwritten digits (the network of `compression.py`, SGD with momentum), and sleep in every step as
@@ -8,8 +9,9 @@ if they computed for so long, the last one `--slow` times as long as the others.
 of them on two cores show what four machines would. Every mode trains for the same time: *sync* waits for all, *backups*
 leaves out the last of each round, *bounded* lets the quick ones be some steps ahead, *async* waits for nobody.
 
-The first worker keeps its weights now and then, and the losses of these are found when the time is over. Samples are
-those of the gradients that all workers pushed; with backups those that came too late are among them.
+A step is one worker's gradient of 8 samples, and counts if an update was made of it: a late one beside backups does
+not. A synchronous update is of 32 samples and has the rate of `compression.py`; one of a single worker's gradient has a
+quarter of it. The first worker keeps its weights now and then, and their losses are found when the time is over.
 """
 
 from __future__ import annotations
@@ -17,28 +19,27 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-import json
-import logging
-import multiprocessing
-import os
 import statistics
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from compression import GLOBAL_BATCH, MOMENTUM, RATE, DigitsNet
+from forked_workers import run_workers
+from server_page import Page, mean_and_range, table, write_picture
 from torch import nn
 
 import weft
 from weft.plan.plan import Axes, Data, Plan, Server
+from weft.sync.served import ServedSync
 from weft.training.data.datasets import digits
 
-NUM_WORKERS, STEP_S, KEEP_S = 4, 0.05, 0.5
+NUM_WORKERS, STEP_S, KEEP_S = 4, 0.04, 0.5
+GOAL = 2.5
+"""Steps per second of async over those of sync."""
 MODES: dict[str, dict[str, Any]] = {
     "sync": {"mode": "sync"},
     "backups 1": {"mode": "sync", "backups": 1},
@@ -46,6 +47,9 @@ MODES: dict[str, dict[str, Any]] = {
     "async": {"mode": "async"},
     "async, compensated": {"mode": "async", "compensation": 0.04},
 }
+
+Point = tuple[float, float, float]
+"""Seconds, samples in updates so far, held-out loss."""
 
 
 class Sleeping(nn.Module):
@@ -62,69 +66,66 @@ class Sleeping(nn.Module):
         return logits
 
 
-def run_worker(rank: int, mode: str, seed: int, folder: str, settings: dict[str, Any], results: Any) -> None:
-    """Train for a time; the first worker tells when it had which held-out loss, each how many samples it used when."""
-    torch.set_num_threads(1)
-    logging.getLogger("weft").setLevel(logging.ERROR)  # slow workers are what is measured
-    store = dist.FileStore(f"{folder}/store", NUM_WORKERS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_WORKERS)
+def run_worker(
+    rank: int, mode: str, seed: int, settings: dict[str, Any]
+) -> tuple[list[tuple[float, int]], list[tuple[float, float]]]:
+    """Train for a time: which samples were used when, and, of the first worker, when it had which held-out loss."""
     torch.manual_seed(seed)
     model = Sleeping(STEP_S * (settings["slow"] if rank == NUM_WORKERS - 1 else 1.0))
-    plan = Plan(axes=Axes(data=NUM_WORKERS), data=Data(sync="server"), server=Server(**MODES[mode]))
-    make = functools.partial(torch.optim.SGD, lr=settings["lr"], momentum=MOMENTUM)
+    server = Server(**MODES[mode])
+    plan = Plan(axes=Axes(data=NUM_WORKERS), data=Data(sync="server"), server=server)
+    rate = RATE if server.updates_together else RATE / NUM_WORKERS
+    make = functools.partial(torch.optim.SGD, lr=rate, momentum=MOMENTUM)
     training, held_out = digits()
     kept: list[tuple[float, dict[str, torch.Tensor]]] = []
     used: list[tuple[float, int]] = []
     with weft.parallelize(model, plan, loss="cross-entropy", optimizer=make, device="cpu") as trainer:
+        sync = trainer.sync
+        assert isinstance(sync, ServedSync)
         batches = weft.batches(
             training, trainer, global_batch=GLOBAL_BATCH, shuffle_seed=seed, epochs=None, drop_last=True
         )
         begun = 0.0
         for inputs, targets in batches:
             begun = begun or time.monotonic()  # all are there with the first batch
+            before = sync.take_part().used
             trainer.step(inputs, targets)
             spent = time.monotonic() - begun
-            used.append((spent, len(targets)))
+            if sync.take_part().used > before:
+                used.append((spent, len(targets)))
             if rank == 0 and (not kept or spent - kept[-1][0] >= KEEP_S):
                 kept.append((spent, {name: one.clone() for name, one in model.model.state_dict().items()}))
             if spent > settings["seconds"]:
                 break
-    curve = []
-    if rank == 0:
-        inputs, targets = held_out.take(np.arange(len(held_out)))
-        for spent, weights in kept:
-            model.model.load_state_dict(weights)
-            with torch.no_grad():
-                loss = F.cross_entropy(model.model(torch.as_tensor(inputs)), torch.as_tensor(targets))
-            curve.append((spent, float(loss)))
-    results.put((rank, used, curve))
-    dist.destroy_process_group()
+    return used, losses_of(kept, model.model, held_out)
 
 
-def run(mode: str, seed: int, settings: dict[str, Any]) -> tuple[float, list[tuple[float, float, float]]]:
-    """Samples per second of all workers, and (seconds, samples, held-out loss) along the way."""
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        results = context.Queue()
-        workers = [
-            context.Process(target=run_worker, args=(rank, mode, seed, folder, settings, results))
-            for rank in range(NUM_WORKERS)
-        ]
-        for one in workers:
-            one.start()
-        found = sorted((results.get(timeout=20 * settings["seconds"] + 120) for _ in workers), key=lambda one: one[0])
-        for one in workers:
-            one.join()
-    used = sorted(itertools.chain.from_iterable(one for _, one, _ in found))
+def losses_of(
+    kept: list[tuple[float, dict[str, torch.Tensor]]], model: nn.Module, held_out: Any
+) -> list[tuple[float, float]]:
+    """(seconds, held-out loss) of all weights that were kept."""
+    inputs, targets = held_out.take(np.arange(len(held_out)))
+    found = []
+    for spent, weights in kept:
+        model.load_state_dict(weights)
+        with torch.no_grad():
+            found.append((spent, float(F.cross_entropy(model(torch.as_tensor(inputs)), torch.as_tensor(targets)))))
+    return found
+
+
+def run(mode: str, seed: int, settings: dict[str, Any]) -> tuple[float, list[Point]]:
+    """Steps per second of all workers, and the losses along the way."""
+    found = run_workers(NUM_WORKERS, run_worker, mode, seed, settings, limit_s=settings["seconds"] + 60)
+    used = sorted(itertools.chain.from_iterable(one for one, _ in found))
     times, totals = [spent for spent, _ in used], np.cumsum([number for _, number in used])
-    curve = found[0][2]
-    within = [number for spent, number in used if spent <= settings["seconds"]]
+    curve = found[0][1]
+    num_steps = sum(spent <= settings["seconds"] for spent in times)
     samples = np.interp([spent for spent, _ in curve], times, totals)
-    seconds_losses = [(spent, float(total), loss) for (spent, loss), total in zip(curve, samples, strict=True)]
-    return sum(within) / settings["seconds"], seconds_losses
+    points = [(spent, float(total), loss) for (spent, loss), total in zip(curve, samples, strict=True)]
+    return num_steps / settings["seconds"], points
 
 
-def time_to(curve: list[tuple[float, float, float]], loss: float) -> float | None:
+def time_to(curve: list[Point], loss: float) -> float | None:
     """The seconds after which a run stays below a loss twice in a row."""
     for (spent, _, first), (_, _, second) in itertools.pairwise(curve):
         if max(first, second) < loss:
@@ -132,41 +133,61 @@ def time_to(curve: list[tuple[float, float, float]], loss: float) -> float | Non
     return None
 
 
+def row_of(mode: str, runs: list[tuple[float, list[Point]]], rates: dict[str, list[float]], loss: float) -> list[str]:
+    over = statistics.fmean(rates[mode]) / statistics.fmean(next(iter(rates.values())))
+    needed = [time_to(curve, loss) for _, curve in runs]
+    return [
+        mode,
+        mean_and_range(rates[mode]),
+        f"{over:.2f}×",
+        ", ".join("never" if one is None else f"{one:.1f}" for one in needed),
+        mean_and_range([curve[-1][2] for _, curve in runs], ".3f"),
+        f"{statistics.fmean(curve[-1][1] for _, curve in runs):.0f}",
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--slow", type=float, default=5.0, help="times as long as the others (5)")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each run (20)")
-    parser.add_argument("--lr", type=float, default=RATE / 4, help=f"({RATE / 4:g})")
-    parser.add_argument("--loss", type=float, default=0.5, help="to reach (0.5)")
+    parser.add_argument("--seconds", type=float, default=14.0, help="of each run (14)")
+    parser.add_argument("--loss", type=float, default=1.0, help="to reach (1)")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES), metavar="MODE")
-    parser.add_argument("--json", type=Path, default=Path("slow-worker.json"), help="results (slow-worker.json)")
+    parser.add_argument("--json", type=Path, default=Path("slow-worker.json"), help="the picture (slow-worker.json)")
+    parser.add_argument("--output", type=Path, help="a page to write")
+    parser.add_argument("--tiny", action="store_true", help="two modes for some seconds, one seed")
     args = parser.parse_args()
-    settings = {"slow": args.slow, "seconds": args.seconds, "lr": args.lr}
-    print(f"one of {NUM_WORKERS} workers {args.slow:g}x slower, {os.cpu_count()} cores, torch {torch.__version__}\n")
-    print(f"| mode | samples per second | over sync | seconds to a loss of {args.loss:g} | held-out loss at the end |")
-    print("|---|---|---|---|---|")
+    if args.tiny:
+        args.modes, args.seconds, args.seeds = ["sync", "async"], 4.0, 1
+    settings = {"slow": args.slow, "seconds": args.seconds}
+    page = Page(
+        "One slow worker of four at parameter servers",
+        f"{NUM_WORKERS} workers that sleep {1e3 * STEP_S:g} ms per step, the last one {args.slow:g} times as long; "
+        f"handwritten digits, {args.seconds:g} s per run, {args.seeds} seeds (mean, least to most).",
+    )
     rates: dict[str, list[float]] = {}
-    by_time, by_samples = [], []
+    rows, by_time, by_samples = [], [], []
     for mode in args.modes:
         runs = [run(mode, seed, settings) for seed in range(args.seeds)]
         rates[mode] = [rate for rate, _ in runs]
-        over = ""
-        if "sync" in rates:
-            over = f"{statistics.fmean(rates[mode]) / statistics.fmean(rates['sync']):.2f}×"
-        needed = [time_to(curve, args.loss) for _, curve in runs]
-        shown = ", ".join("never" if one is None else f"{one:.1f}" for one in needed)
-        ends = ", ".join(f"{curve[-1][2]:.3f}" for _, curve in runs)
-        print(f"| {mode} | {statistics.fmean(rates[mode]):.0f} | {over} | {shown} | {ends} |", flush=True)
+        rows.append(row_of(mode, runs, rates, args.loss))
         for seed, (_, curve) in enumerate(runs):
             spent, samples, losses = zip(*curve, strict=True)
             by_time.append({"name": mode, "seed": seed, "x": spent, "y": losses})
             by_samples.append({"name": mode, "seed": seed, "x": samples, "y": losses})
-        panels = [
-            {"title": "against time", "x_label": "seconds", "y_label": "held-out loss", "series": by_time},
-            {"title": "against samples", "x_label": "samples", "y_label": "held-out loss", "series": by_samples},
-        ]
-        args.json.write_text(json.dumps({"title": f"One worker {args.slow:g}× slower", "panels": panels}, indent=1))
+    head = ("mode", "steps per second", f"over {args.modes[0]}", f"seconds to a loss of {args.loss:g}")
+    page.add("", *table([*head, "held-out loss at the end", "samples by then"], rows))
+    if {"sync", "async"} <= set(rates):
+        over = statistics.fmean(rates["async"]) / statistics.fmean(rates["sync"])
+        met = "met" if over >= GOAL else "missed"
+        page.add("", f"Async makes {over:.2f} times the steps per second of sync; the goal of {GOAL:g} is {met}.")
+    labels = {"y_label": "held-out loss", "log_y": True}
+    panels = [
+        {"title": "against time", "x_label": "seconds", **labels, "series": by_time},
+        {"title": "against samples", "x_label": "samples in updates", **labels, "series": by_samples},
+    ]
+    write_picture(args.json, f"One worker {args.slow:g}× slower", panels)
+    page.write(args.output)
 
 
 if __name__ == "__main__":

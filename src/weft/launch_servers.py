@@ -21,7 +21,7 @@ from weft.plan.check import require
 from weft.plan.plan import Plan
 from weft.plan.shared_fields import differences, shared_fields
 from weft.server.listening import listen_at
-from weft.server.local_servers import LocalServers
+from weft.server.local_servers import MOST_RESTARTS, LocalServers
 from weft.server.protocol.ask_run import described_run
 from weft.server.protocol.client import JOIN_TIMEOUT_S
 from weft.server.protocol.keys import key_for
@@ -50,11 +50,13 @@ def launch_servers(
     here: ServersHere,
     *,
     seed: int,
+    max_restarts: int = MOST_RESTARTS,
     described: dict[str, Any],
     on_start: Callable[[Sequence[str]], None],
     on_status: Callable[[Status], None],
 ) -> None:
-    """Serve until all workers have ended. `described`: what workers must have alike besides the plan. `on_start` is
+    """Serve until all workers have ended. `max_restarts`: how often each server is started again when it dies, from its
+    last snapshot. `described`: what workers must have alike besides the plan. `on_start` is
     called with the servers' addresses, `on_status` with every news of the first of them."""
     described = {**shared_fields(plan), **described}
     if here.leader is not None:
@@ -70,6 +72,7 @@ def launch_servers(
             leader=here.leader,
             described=described,
             reports=True,
+            max_restarts=max_restarts,
             **listen_at(here.listen, here.key_file),
         ) as servers:
             on_start(servers.addresses)

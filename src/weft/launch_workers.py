@@ -63,12 +63,14 @@ def launch_workers(
     listen: Mapping[str, Any] | None = None,
     described: Mapping[str, Any] | None = None,
     on_start: Callable[[Sequence[str]], None] | None = None,
+    saved: Path | None = None,
 ) -> list[Any]:
     """Run a function on the ranks of all workers of a plan; returns the results of those that ended well.
 
     It is called as `launch` calls it, in an environment in which `weft.parallelize` joins the run. `listen`: where
     workers of other hosts may join (`server/listening.py`); `described`: what they must have alike besides the plan.
-    `on_start` is called with the addresses of the servers.
+    `on_start` is called with the addresses of the servers. `saved`: where these keep their snapshots until the run has
+    ended well.
     """
     start_server()
     with tempfile.TemporaryDirectory(prefix="weft-") as name, (Path(name) / PARENT_FILE).open("w") as parent:
@@ -83,6 +85,7 @@ def launch_workers(
             described={**shared_fields(plan), **(described or {})},
             **(listen or {}),
             max_restarts=max_restarts,
+            saved=saved,
         )
         with servers, interruptible(folder):
             if on_start is not None:

@@ -72,10 +72,10 @@ def test_unknown_names_and_values_in_a_plan(refuse: Refusal, workspace: Workspac
     refuse("verify", workspace.job, "--plan", refuse.folder / "plan.toml", words=words)
 
 
-def test_what_is_not_built_yet(refuse: Refusal, workspace: Workspace) -> None:
-    job = refuse.job_with(workspace, '[data]\nsync = "server"\n')
+def test_servers_with_what_they_do_not_combine_with(refuse: Refusal, workspace: Workspace) -> None:
+    job = refuse.job_with(workspace, '[axes]\ndata = 2\n[data]\nsync = "server"\nshard = "optimizer"\n')
     for command in ("train", "verify"):
-        refuse(command, job, words=('[data] sync = "server" is not built yet',))
+        refuse(command, job, words=('[data] sync = "server"', 'shard = "optimizer"'))
 
 
 def test_unknown_names_and_values_in_a_job(refuse: Refusal) -> None:
@@ -88,11 +88,11 @@ def test_unknown_names_and_values_in_a_job(refuse: Refusal) -> None:
 
 
 def test_problems_of_plan_and_job_come_together(refuse: Refusal, workspace: Workspace) -> None:
-    job = refuse.job_with(workspace, '[axes]\ndata = 16\n[data]\nsync = "server"\n')
+    job = refuse.job_with(workspace, "[axes]\ndata = 16\n[data]\nevery = 2\n")
     job.write_text(job.read_text().replace("heads = 2", "heads = 3").replace("corpus.txt", "corpse.txt"))
     words = (
         "data 16 = 16 ranks, 2 are running",
-        '[data] sync = "server" is not built yet',
+        '[data] every = 2 has no effect with [data] sync = "all-reduce"',
         "a global batch of 8 is smaller than the 16 data ranks",
         "heads 3 do not divide hidden 32",
         "no file matches",

@@ -14,7 +14,6 @@ from unittest import mock
 
 import pytest
 import torch
-from served_training import allowing_servers
 from torch import Tensor, nn
 
 from weft import launch_workers as launch_workers_module
@@ -80,7 +79,7 @@ def work(*, folder: Path, attempt: int, job: Job, directory: Path, kills: dict[s
             os.kill(os.getpid(), signal.SIGKILL)
         original(run, inputs, targets)
 
-    with allowing_servers(), mock.patch.object(loop._Run, "_step", step):
+    with mock.patch.object(loop._Run, "_step", step):
         return train(job, directory=directory, resume=attempt > 0, stop_file=folder / STOP_FILE)
 
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 from command import Outcome, finish, lines_of, start
-from served_training import allowing_servers
 
 from weft.errors import JobError, LaunchError
 from weft.server.local_servers import LocalServers
@@ -94,7 +93,7 @@ class Job:
     def plan(self, *, workers: int = 2, shards: int = 1, more: str = "") -> None:
         self.write("plan.toml", PLAN.format(workers=workers, shards=shards) + more)
 
-    def start(self, *arguments: str | Path, module: str = "served_command") -> subprocess.Popen[str]:
+    def start(self, *arguments: str | Path, module: str = "weft") -> subprocess.Popen[str]:
         self.started.append(start(*arguments, folder=self.folder, module=module))
         return self.started[-1]
 
@@ -209,13 +208,10 @@ LOOP = """
 import functools
 
 import torch
-from served_training import allowing_servers
 from torch import nn
 
 import weft
 
-gate = allowing_servers()
-gate.__enter__()
 inputs = torch.arange(96.0).view(32, 3) / 96
 dataset = torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True))
 optimizer = functools.partial(torch.optim.SGD, lr=0.1)
@@ -272,8 +268,7 @@ def refuse(run_here: Callable[..., Outcome], job: Job) -> Iterator[Refuse]:
         assert outcome.code == 2 and outcome.stdout == "", outcome
         assert outcome.stderr.count("weft:") == 1 and says in outcome.stderr and "Traceback" not in outcome.stderr
 
-    with allowing_servers():
-        yield run
+    yield run
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,46 @@ class ReusingWorker(PlayedWorker):
         return found
 
 
+class EarlyWorker(ReusingWorker):
+    """Begins to compute as soon as servers have begun its clock, with each bucket of weights as it comes."""
+
+    num_early = num_torn = 0
+    """Clocks that were begun before all weights were there; and those of which nothing could be sent."""
+
+    def __init__(self, number: int, settings: Settings, *, start: int = WORKER_START) -> None:
+        super().__init__(number, settings, start=start)
+        self._used: dict[tuple[int, int], list[torch.Tensor]] | None = None
+        """Weights as they were when they came, by server and bucket."""
+
+    def receive(self, message: Message) -> list[Message]:
+        answers, rank = self.rank.receive(message), self.rank
+        if self._used is None and rank.state == State.ARRIVING and rank.has_begun:
+            rank.use()
+            self._used = {}
+            self.num_early += 1
+        if self._used is not None:
+            for key in self._buckets():
+                if key not in self._used and rank.has_bucket(*key):
+                    self._used[key] = self._values(*key)
+        if rank.state != State.HERE:
+            return answers
+        if self._used is not None and rank.is_torn:
+            self.num_torn += 1
+        elif self._used is not None:
+            for key, values in self._used.items():
+                assert all(map(torch.equal, values, self._values(*key))), "weights were changed while they were used"
+            assert set(self._used) == set(self._buckets())
+        self._used = None
+        return answers + self.step()
+
+    def _buckets(self) -> list[tuple[int, int]]:
+        return [(one.server, bucket) for one in self.rank.layouts for bucket in range(len(one.buckets))]
+
+    def _values(self, server: int, bucket: int) -> list[torch.Tensor]:
+        layout = self.rank.layouts[server]
+        return [part_of(layout, part, self.weights).clone() for part in layout.buckets[bucket]]
+
+
 class File:
     """What a server has written."""
 
@@ -72,7 +112,10 @@ class File:
 class Dying(Play):
     """A run in which anybody may die."""
 
-    def __init__(self, settings: Settings, *, seed: int, host: str = "") -> None:
+    def __init__(
+        self, settings: Settings, *, seed: int, kind: type[ReusingWorker] = ReusingWorker, host: str = ""
+    ) -> None:
+        self.kind = kind
         self.chance = random.Random(seed)
         self.files = [File() for _ in range(settings.num_servers)]
         self.attempts = [0] * settings.num_servers
@@ -83,7 +126,7 @@ class Dying(Play):
         """Workers that have died."""
         self.told: dict[tuple[int, int, int], int] = {}
         """By worker, start and server: the first clock that the worker was not told is applied."""
-        workers = [ReusingWorker(number, settings, host=host) for number in range(settings.num_workers)]
+        workers = [kind(number, settings, host=host) for number in range(settings.num_workers)]
         super().__init__(settings, workers, host=host)
         for one in self.workers.values():
             self.hello(one)
@@ -191,7 +234,7 @@ class Dying(Play):
             self.to_servers.pop((name, server), None)
             self.to_workers.pop((name, server), None)
             self.by_peer.pop(old.peers[server], None)
-        new = self.workers[name] = ReusingWorker(name, self.settings, start=old.start + 1, host=self.host)
+        new = self.workers[name] = self.kind(name, self.settings, start=old.start + 1, host=self.host)
         self.by_peer |= {peer: new for peer in new.peers.values()}
         self.hello(new)
 
@@ -254,6 +297,7 @@ def copied(snapshot: Snapshot) -> Snapshot:
     return Snapshot(
         plain=json.loads(json.dumps(snapshot.plain)),
         buckets=tuple((tuple(map(bytes, state)), tuple(map(bytes, one))) for state, one in snapshot.buckets),
+        fixed=tuple(tuple(map(bytes, one)) for one in snapshot.fixed),
     )
 
 

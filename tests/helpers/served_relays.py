@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -18,6 +18,8 @@ class Relays:
         self._listening = [socket.create_server(("127.0.0.1", 0)) for _ in addresses]
         self.addresses = tuple(f"tcp://127.0.0.1:{one.getsockname()[1]}" for one in self._listening)
         self.num_cut = 0
+        self._left: int | None = None
+        self._has_more = threading.Condition()
         for listener, address in zip(self._listening, addresses, strict=True):
             host, _, port = address.removeprefix("tcp://").rpartition(":")
             threading.Thread(target=self._accept, args=(listener, host, int(port)), daemon=True).start()
@@ -30,6 +32,19 @@ class Relays:
                 _shut(one)
             self._open = []
 
+    def let_through(self, num_bytes: int | None) -> None:
+        """How much more comes from servers, to some 4 KB; None: all."""
+        with self._has_more:
+            self._left = num_bytes
+            self._has_more.notify_all()
+
+    def _take(self, num_bytes: int) -> None:
+        """Wait until so much may pass."""
+        with self._has_more:
+            self._has_more.wait_for(lambda: self._left is None or self._left > 0)
+            if self._left is not None:
+                self._left -= num_bytes
+
     def cut_at(self, clock: int) -> int:
         """Cut in two clocks of eight; the size of a batch, for a worker that asks for it in every clock."""
         if clock in (2, 5):
@@ -40,13 +55,17 @@ class Relays:
         while True:
             try:
                 near, _ = listener.accept()
-                far = socket.create_connection((host, port))
             except OSError:
                 return
+            try:
+                far = socket.create_connection((host, port))
+            except OSError:  # which is being started again
+                _shut(near)
+                continue
             with self._lock:
                 self._open += [near, far]
-            for source, sink in ((near, far), (far, near)):
-                threading.Thread(target=_pass_on, args=(source, sink), daemon=True).start()
+            for source, sink, take in ((near, far, lambda num_bytes: None), (far, near, self._take)):
+                threading.Thread(target=_pass_on, args=(source, sink, take), daemon=True).start()
 
     def __enter__(self) -> Self:
         return self
@@ -60,9 +79,10 @@ class Relays:
             _shut(one)
 
 
-def _pass_on(source: socket.socket, sink: socket.socket) -> None:
+def _pass_on(source: socket.socket, sink: socket.socket, take: Callable[[int], None]) -> None:
     try:
-        while found := source.recv(65536):
+        while found := source.recv(4096):
+            take(len(found))
             sink.sendall(found)
     except OSError:
         pass

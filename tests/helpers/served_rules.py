@@ -58,11 +58,9 @@ def rule_of(settings: Settings, layout: ServerLayout, number: int, worker: int) 
         num_columns=tensor.row_numel,
         momentum=group.get("momentum", 0.0),
         is_nesterov=group.get("nesterov", False),
+        first_replica=worker,
     )
-    rule = Bfloat16(codec, given, 1) if codec.name == "half" else make_rule(codec, given, 1)
-    drawn = rule.random_numbers
-    rule.random_numbers = lambda step, replica, numel: drawn(step, worker, numel)  # type: ignore[method-assign]
-    return rule
+    return Bfloat16(codec, given, 1) if codec.name == "half" else make_rule(codec, given, 1)
 
 
 class OneProcess:

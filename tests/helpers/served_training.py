@@ -14,28 +14,15 @@ from ranks import gathered
 from torch import nn
 
 import weft
-from weft.plan import check
 from weft.plan.plan import Axes, Comm, Data, Plan, Server, Step
 from weft.sync.served import ServedSync
 from weft.training.trainer import Trainer
 
 
 @contextmanager
-def allowing_servers() -> Iterator[None]:
-    """Context in which plans may ask for servers."""
-    built = dict(check._BUILT)
-    for path in [path for path in built if path.startswith("server.") or path == "data.sync"]:
-        del check._BUILT[path]
-    try:
-        yield
-    finally:
-        check._BUILT.update(built)
-
-
-@contextmanager
 def served(model: nn.Module, plan: Plan, **changes: Any) -> Iterator[Trainer]:
     given = {"loss": "cross-entropy", "optimizer": SGD, "device": "cpu", **changes}
-    with allowing_servers(), weft.parallelize(model, plan, **given) as trainer:
+    with weft.parallelize(model, plan, **given) as trainer:
         assert isinstance(trainer.sync, ServedSync)
         yield trainer
 

@@ -15,6 +15,7 @@ from weft.plan.exchange.push_format import rows_together
 from weft.plan.partition.server_shards import ServedTensor
 from weft.plan.plan import Codec
 from weft.server.other_servers import TO_LEADER
+from weft.server.protocol.fixed import FixedValues
 from weft.server.protocol.layout import ServerLayout
 from weft.server.protocol.message import Begin, Commit, Kind, Message, pack_message
 from weft.server.protocol.settings import Settings
@@ -101,13 +102,15 @@ class PlayedWorker:
         size: Callable[[int], int] = lambda clock: 4,
         start: int = 1,
         host: str = "",
+        fixed: FixedValues | None = None,
     ) -> None:
         """`host`: whose servers it shares memory with."""
         self.settings, self.size = settings, size
         self.weights = first_weights()
         layouts = [ServerLayout.of(settings, server) for server in range(settings.num_servers)]
         views = [[part_of(layout, part, self.weights) for part in range(len(layout.parts))] for layout in layouts]
-        self.rank = WorkerRank(settings, views, worker=number, start=start, gives_first=number == 0, host=host)
+        first = dict(gives_first=number == 0, fixed=fixed, host=host)
+        self.rank = WorkerRank(settings, views, worker=number, start=start, **first)  # type: ignore[arg-type]
         self.name = number
         self.peers = {server: f"{number}/{start}".encode() for server in range(settings.num_servers)}
         self.begun: list[Begin] = []

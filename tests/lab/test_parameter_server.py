@@ -42,7 +42,7 @@ global_batch = 8
 save_every = 0
 '''
 
-def weft(*arguments, module=("served_command",)):
+def weft(*arguments, module=("weft",)):
     return subprocess.run([sys.executable, "-m", *module, "train", "job.toml", *arguments]).returncode
 """
 BY_ROLE = f"""{PREPARE}
@@ -57,7 +57,7 @@ sys.exit(weft(*join, "--output", f"run-{{host}}"))
 """
 BY_TORCHRUN = f"""{PREPARE}
 flags = ("--listen", address) if host == 0 else ()
-torchrun = ("torch.distributed.run", "-m", "served_command")
+torchrun = ("torch.distributed.run", "-m", "weft")
 sys.exit(weft("--key", "job.key", *flags, "--output", "run", module=torchrun))
 """
 PLAN = '[axes]\ndata = {workers}\n[data]\nsync = "server"\n[server]\nshards = 2\n'

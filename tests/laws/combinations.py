@@ -23,6 +23,7 @@ from torch import nn
 
 from weft.plan.check import _idle, check
 from weft.plan.fields import facts_of
+from weft.plan.partition.one_worker import is_served
 from weft.plan.plan import AXES, CODECS, SECTIONS, Plan
 from weft.verification.compression.parts import num_coded_replicas
 
@@ -47,7 +48,7 @@ PLAN_FIELDS: dict[str, tuple[object, ...]] = {
     "data.shard": ("nothing", "optimizer", "gradients", "parameters"),
     "data.reshard": ("step", "microbatch"),
     "data.offload": (False, True),
-    "data.sync": ("all-reduce", "local", "delayed"),
+    "data.sync": ("all-reduce", "local", "delayed", "server"),
     "data.every": (1, 2),
     "data.switch_step": (0, 1),
     "data.outer": ("average", "nesterov"),
@@ -59,6 +60,13 @@ PLAN_FIELDS: dict[str, tuple[object, ...]] = {
     "data.balance": (False, True),
     "data.buffers": ("synchronise", "broadcast"),
     "data.check_every": (0, 1),
+    "server.mode": ("sync", "async", "bounded"),
+    "server.shards": (1, 2),
+    "server.staleness": (0, 2),
+    "server.backups": (0, 1),
+    "server.compensation": (0.0, 0.5),
+    "server.lr_scaling": ("none", "staleness"),
+    "server.pull": ("master", "bf16", "fp16"),
     "precision.compute": ("model", "bf16", "fp16"),
     "precision.reduce": ("fp32", "bf16"),
     "precision.accumulate": ("fp32", "bf16"),
@@ -155,7 +163,10 @@ def settle(row: Row) -> Row | None:
         plan = make_plan(row)
     if check(plan) or model_refuses(row):
         return None
-    if plan.codec.name != "none" and num_coded_replicas(plan) == 1:
+    corrects = plan.server.compensation > 0 or plan.server.lr_scaling != "none"
+    if is_served(plan) and plan.server.updates_together and corrects:
+        return None  # no gradient is old
+    if plan.codec.name != "none" and not is_served(plan) and num_coded_replicas(plan) == 1:
         return None  # there is nobody to send anything to
     return row
 
@@ -223,6 +234,11 @@ def sizes_of(row: Row) -> tuple[int, ...]:
     rules of a plan that switches."""
     sizes = BATCHES[str(row["batches"])]
     return (*sizes, sizes[0]) if row["data.sync"] != "all-reduce" else sizes
+
+
+def is_served_row(row: Row) -> bool:
+    """Its workers are worlds of their own: `test_served_combinations.py` runs it."""
+    return row["data.sync"] == "server"
 
 
 def num_ranks_of(row: Row) -> int:

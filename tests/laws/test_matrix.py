@@ -31,12 +31,15 @@ from oracle import (
     token_batch,
 )
 from ranks import ranks
+from served_in_threads import servers_in_threads
 from torch import Tensor, nn
 
 from weft.models.gpt import GPT
+from weft.plan.partition.one_worker import is_served
 from weft.plan.pipeline.communication import FLUSH_FREE
 from weft.plan.plan import AXES, Axes, Data, Plan, Recompute, Step
 from weft.plan.text import read_plan
+from weft.verification.verify import verify as verify_plan
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "plans"
 NUM_STEPS_IN_SINGLE = 10
@@ -437,15 +440,18 @@ CASES = {
 def check(name: str, dtype: torch.dtype) -> None:
     case = CASES[name]
     num_steps = len(case.sizes) if dtype == torch.float64 else NUM_STEPS_IN_SINGLE
-    outcome = verify(
-        MODELS[case.model][0](),
-        case.plan,
-        loss="cross-entropy",
-        optimizer=case.optimizer,
-        batches=case.batches(num_steps),
-        dtype=dtype,
-        device="cpu",
-    ).require()
+    # Workers of servers are worlds of their own, and share no groups that could be kept.
+    proved = verify_plan if is_served(case.plan) else verify
+    with servers_in_threads():
+        outcome = proved(
+            MODELS[case.model][0](),
+            case.plan,
+            loss="cross-entropy",
+            optimizer=case.optimizer,
+            batches=case.batches(num_steps),
+            dtype=dtype,
+            device="cpu",
+        ).require()
     assert outcome.num_steps == num_steps
     kinds = {difference.what for difference in outcome.differences}
     if dtype == torch.float32:
@@ -453,8 +459,9 @@ def check(name: str, dtype: torch.dtype) -> None:
         return
     assert outcome.tolerance == 1e-10
     model = MODELS[case.model][0]()
-    averages = {"average"} if case.plan.average.decay else set()
-    assert kinds == {"loss", "gradient", "weight"} | averages | ({"buffer"} if list(model.buffers()) else set())
+    more = {"average"} if case.plan.average.decay else set()
+    more |= {"state"} if is_served(case.plan) and case.plan.server.updates_together else set()
+    assert kinds == {"loss", "gradient", "weight"} | more | ({"buffer"} if list(model.buffers()) else set())
     weights = {difference.name for difference in outcome.differences if difference.what == "weight"}
     assert weights == {parameter_name for parameter_name, _ in model.named_parameters()}, "nothing was left out"
 
@@ -521,6 +528,7 @@ LONG_ROWS = {
     "ring 2, hybrid zero 2",
     "ring 2, ulysses 2, data 2, zero 3",
     "ring 2, pipeline 2, tensor 2",
+    "examples/parameter-server-backups.toml",
     "examples/sign.toml",
 }
 """Rows whose features other rows cover in other combinations."""

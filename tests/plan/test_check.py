@@ -33,12 +33,6 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "plans"
 PATHS = {f"{name}.{field}" for name, section in SECTIONS.items() for field in facts_of(section)}
 
 
-@pytest.fixture
-def all_built(monkeypatch):
-    """The day when nothing is missing any more: only permanent reasons are left."""
-    monkeypatch.setattr(check_file, "_BUILT", {})
-
-
 def test_the_default_plan_can_run():
     assert check(Plan(), num_ranks=1, optimizer="AdamW", global_batch=1, local_batch_statistics=True) == []
     require(check(Plan(), num_ranks=1))
@@ -73,43 +67,16 @@ def test_the_default_plan_can_run():
             precision=Precision(reduce="bf16"),
         ),
         Plan(data=Data(sync="local", outer="nesterov", switch_step=9)),
+        Plan(axes=Axes(data=2), data=Data(sync="server")),
+        Plan(axes=Axes(data=2, tensor=2), data=Data(sync="server"), server=Server(mode="bounded", staleness=3)),
+        Plan(axes=Axes(data=2), data=Data(sync="server"), server=Server(mode="async"), codec=Codec(name="onebit")),
     ],
 )
-def test_what_is_built_can_run(plan):
+def test_plans_that_can_run(plan):
     assert check(plan, num_ranks=plan.axes.num_ranks, global_batch=24, optimizer="SGD") == []
 
 
-@pytest.mark.parametrize(
-    ("plan", "problem"),
-    [
-        (
-            Plan(data=Data(sync="server")),
-            '[data] sync = "server" is not built yet; use "all-reduce", "local" or "delayed"',
-        ),
-    ],
-)
-def test_what_is_not_built_is_refused(plan, problem):
-    assert check(plan) == [problem]
-
-
-@pytest.mark.parametrize(
-    "plan",
-    [
-        Plan(data=Data(sync="server"), server=Server(mode="bounded", staleness=3)),
-    ],
-)
-def test_a_field_is_not_blamed_where_its_switch_is_not_built(plan):
-    problems = check(plan)
-    assert len(problems) == 1 and "is not built yet" in problems[0]
-
-
 def test_tables_speak_of_real_fields_and_values():
-    assert set(check_file._BUILT) <= PATHS
-    for path, built in check_file._BUILT.items():
-        section, name = path.split(".")
-        facts = facts_of(SECTIONS[section])[name]
-        assert facts.default in built
-        assert [facts.kind.accept(value) for value in built] == list(built)
     for path, switch in check_file._SWITCHES:
         section, name = switch.path.split(".")
         assert path in PATHS
@@ -150,7 +117,7 @@ def test_a_field_without_effect_is_refused(path):
 
 
 @pytest.mark.parametrize("path", sorted({path for path, _ in check_file._SWITCHES}))
-def test_a_field_has_an_effect_once_all_its_switches_are_on(path, all_built):
+def test_a_field_has_an_effect_once_all_its_switches_are_on(path):
     wanted = [(path, other_value(path))]
     for name, switch in check_file._SWITCHES:
         if name == path:
@@ -159,19 +126,12 @@ def test_a_field_has_an_effect_once_all_its_switches_are_on(path, all_built):
     assert not [problem for problem in problems if "has no effect" in problem]
 
 
-def test_advice_names_only_what_is_built(monkeypatch):
+def test_advice_names_what_would_give_a_field_an_effect():
     every, layout = Plan(data=Data(every=8)), Plan(sequence=Sequence(layout="contiguous"))
     assert check(every) == [
         '[data] every = 8 has no effect with [data] sync = "all-reduce"; leave it out, or set [data] sync to "local" '
         'or "delayed"'
     ]
-    monkeypatch.setattr(check_file, "_BUILT", {"data.sync": ("all-reduce",), "axes.ring": (1,)})
-    assert check(every) == ['[data] every = 8 has no effect with [data] sync = "all-reduce"; leave it out']
-    assert check(layout) == ['[sequence] layout = "contiguous" has no effect with [axes] ring = 1; leave it out']
-    monkeypatch.setattr(check_file, "_BUILT", {"axes.ring": (1, 2)})
-    assert check(layout)[0].endswith("; leave it out, or set [axes] ring to 2 or more")
-    monkeypatch.setattr(check_file, "_BUILT", {})
-    assert check(every)[0].endswith('; leave it out, or set [data] sync to "local" or "delayed"')
     assert check(layout)[0].endswith("; leave it out, or set [axes] ring to 2 or more")
 
 
@@ -207,7 +167,7 @@ def test_only_an_fp16_loss_is_scaled(compute):
     assert check(Plan(precision=Precision(compute=compute, loss_scale="dynamic"))) == []
 
 
-def test_every_codec_but_none_and_half_warms_up(all_built):
+def test_every_codec_but_none_and_half_warms_up():
     for name in CODECS:
         sync = "local" if name == "half" else "all-reduce"
         problems = check(Plan(data=Data(sync=sync), codec=Codec(name=name, warmup_steps=5)))
@@ -295,7 +255,7 @@ def test_a_replica_of_another_size(axes, shard, num_ranks, problem):
         ),
     ],
 )
-def test_the_number_of_ranks(axes, num_ranks, problem, all_built):
+def test_the_number_of_ranks(axes, num_ranks, problem):
     assert check(Plan(axes=axes), num_ranks=num_ranks) == [problem]
     assert check(Plan(axes=axes), num_ranks=axes.num_ranks) == []
 
@@ -334,7 +294,7 @@ def test_the_number_of_ranks(axes, num_ranks, problem, all_built):
         ),
     ],
 )
-def test_replicas_that_do_not_divide_the_ranks(axes, num_ranks, problem, all_built):
+def test_replicas_that_do_not_divide_the_ranks(axes, num_ranks, problem):
     plan = Plan(axes=axes, data=Data(shard="optimizer"))
     assert check(plan, num_ranks=num_ranks) == [problem]
     assert check(plan, num_ranks=axes.num_ranks) == []
@@ -354,7 +314,7 @@ def test_the_advice_on_replicas_works():
             assert check(Plan(axes=axes, data=Data(shard="parameters")), num_ranks=num_ranks) == []
 
 
-def test_the_advice_on_ranks_works(all_built):
+def test_the_advice_on_ranks_works():
     for others in range(1, 6):
         for num_ranks in range(1, 20):
             (problem,) = check(Plan(axes=Axes(data=50, tensor=others)), num_ranks=num_ranks)
@@ -383,7 +343,7 @@ def test_all_ranks_are_those_the_other_axes_leave() -> None:
         _ = plan.axes.num_ranks
 
 
-def test_a_batch_smaller_than_the_data_ranks(all_built):
+def test_a_batch_smaller_than_the_data_ranks():
     plan = Plan(axes=Axes(data=2, replicate=2, tensor=2), data=Data(shard="optimizer"))
     assert check(plan, global_batch=4) == check(plan, global_batch=5) == []
     assert check(plan, global_batch=3) == [

@@ -3,7 +3,6 @@
 import pytest
 
 from weft.errors import PlanError
-from weft.plan import check as check_file
 from weft.plan.check import check, require
 from weft.plan.plan import Average, Axes, Codec, Data, Pipeline, Plan, Precision, Server, Step
 from weft.plan.refusals import Optimizer
@@ -102,6 +101,20 @@ REFUSED = [
         Plan(axes=Axes(data=2), data=Data(sync="server"), server=Server(backups=2)),
         "[server] backups = 2 leaves none of the 2 workers to wait for; backups are counted in [axes] data, so "
         "set backups to at most 1, or data to 3 or more",
+    ),
+    (
+        Plan(axes=Axes(data=2), data=SERVED, server=Server(mode="bounded", compensation=0.1)),
+        'with [server] mode = "bounded" and [server] staleness = 0 all workers update together, so no gradient is '
+        "stale, and [server] compensation = 0.1 changes nothing; set [server] staleness to 1 or more, or leave "
+        "compensation out",
+    ),
+    (
+        Plan(
+            axes=Axes(data=2),
+            data=SERVED,
+            server=Server(mode="bounded", compensation=0.1, lr_scaling="staleness"),
+        ),
+        '[server] compensation = 0.1 and [server] lr_scaling = "staleness" changes nothing',
     ),
     (
         Plan(axes=Axes(data=2), data=SERVED, server=Server(mode="async"), codec=Codec(name="sign")),
@@ -281,6 +294,7 @@ def test_every_rule_is_broken_by_some_plan(rule):
         Plan(axes=Axes(data=2, pipeline=2), data=Data(sync="local", every=4)),
         Plan(axes=Axes(data=4), data=Data(sync="server"), server=Server(backups=3)),
         Plan(axes=Axes(data=2), data=SERVED, server=Server(mode="bounded"), codec=Codec(name="sign")),
+        Plan(axes=Axes(data=2), data=SERVED, server=Server(mode="bounded", staleness=1, compensation=0.1)),
         Plan(axes=Axes(data=2), data=SERVED, codec=Codec(name="half")),
         Plan(axes=Axes(data=2), data=SERVED, step=Step(clip_norm=1.0), codec=Codec(name="topk")),
         Plan(
@@ -307,8 +321,7 @@ def test_every_rule_is_broken_by_some_plan(rule):
         ),
     ],
 )
-def test_what_does_go_together(plan, monkeypatch):
-    monkeypatch.setattr(check_file, "_BUILT", {})
+def test_what_does_go_together(plan):
     assert check(plan, optimizer="SGD", num_ranks=plan.axes.num_ranks) == []
 
 

@@ -14,14 +14,14 @@ import torch.distributed as dist
 from oracle import small_convnet
 from process_memory import PeakPss, read_pss_bytes
 from ranks import ranks
-from served_training import allowing_servers, server_plan
+from served_training import server_plan
 from torch import nn
 
 from weft.comm.shared_memory.arena import Arena
 from weft.comm.shared_memory.barrier import Barrier
 from weft.measure.model import profile_model
 from weft.models.gpt import GPT, GPTConfig
-from weft.plan.late_merges import uses_streaming
+from weft.plan.late_merges import steps_to_verify
 from weft.plan.plan import Axes, Codec, Comm, Data, Plan, Precision, Step
 from weft.planning.memory import Memory, predict_memory
 from weft.training.parallelize import parallelize
@@ -70,10 +70,9 @@ def train(
     model: nn.Module, plan: Plan, inputs: torch.Tensor, targets: torch.Tensor, optimizer: Make = ADAMW
 ) -> Trainer:
     """Two steps: the second one finds all that the first has made. More where exchanges are under way over several: all
-    fragments of the model have been sent and merged then."""
-    trainer, data = parallelize(model, plan, loss="cross-entropy", optimizer=optimizer, device="cpu"), plan.data
-    longest = data.switch_step + data.every + data.delay if uses_streaming(plan) else 0
-    for _ in range(max(longest, 2)):
+    fragments of the model have been sent and merged then, and memory of merged ones is in use again."""
+    trainer = parallelize(model, plan, loss="cross-entropy", optimizer=optimizer, device="cpu")
+    for _ in range(max(steps_to_verify(plan), 2)):
         float(trainer.step(inputs, targets))
     return trainer
 
@@ -117,8 +116,7 @@ def test_a_worker_of_servers_keeps_no_state_of_the_optimizer() -> None:
     predicted, alone = (predict(GPT(SMALL), one, inputs, targets) for one in (plan, Plan()))
     assert predicted.optimizer == 0 < alone.optimizer and predicted.parameters == alone.parameters
     assert predicted.exchange_buffers == predicted.outer == 0
-    with allowing_servers():
-        check_account(lambda: GPT(SMALL), plan, inputs, targets)
+    check_account(lambda: GPT(SMALL), plan, inputs, targets)
 
 
 LONG = pytest.mark.long

@@ -12,7 +12,7 @@ import torch
 from oracle import SGD, small_gpt, token_batch
 from ranks import ranks
 from served_in_threads import servers_in_threads
-from served_training import allowing_servers, server_plan
+from served_training import server_plan
 from served_workers import Play, PlayedWorker, make_settings, optimizer_spec
 
 import weft
@@ -71,7 +71,7 @@ def test_bytes_of_a_step_are_those_predicted(plan: Plan, transport: str) -> None
     tensors = served_tensors_of(plan, specs_of(model))
     predicted = served_step_bytes(tensors, num_servers=plan.server.shards, bucket_bytes=plan.comm.bucket_bytes)
     least = mock.patch.object(shared_places, "LEAST_BYTES", 0)
-    with least, allowing_servers(), servers_in_threads():
+    with least, servers_in_threads():
         trainer = weft.parallelize(model, plan, loss="cross-entropy", optimizer=SGD, device="cpu")
     with least, trainer:
         sync = trainer.sync

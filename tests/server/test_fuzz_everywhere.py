@@ -86,7 +86,8 @@ class Fuzzer:
         before = counted(server)
         replies = server.receive(peer, frames, 0.0)
         assert counted(server) == before + 1, (way, frames[0] if frames else b"")
-        assert all(one.message.kind in (Kind.GIVEN_UP, Kind.REFUSED) for one in replies)
+        # A goodbye by a connection that is not known is passed on, and changes nothing while its worker is there.
+        assert all(one.message.kind in (Kind.GIVEN_UP, Kind.REFUSED, Kind.ENDED) for one in replies)
         self.kinds[way] += 1
 
 

@@ -14,6 +14,7 @@ from weft.server.invitations import Invitations
 from weft.server.listening import listen_at, read_address
 from weft.server.protocol.keys import key_for, write_key
 from weft.server.protocol.message import Kind, Message, pack_message, read_object
+from weft.server.protocol.worker_rank import SESSION_BITS
 from weft.server.server import ParameterServer
 from weft.server.status import Status, status_of
 
@@ -107,14 +108,13 @@ def test_a_run_is_over_when_its_last_worker_has_said_so_and_not_when_it_died() -
 
 
 def test_a_farewell_that_another_server_has_told_before() -> None:
-    members = Run().server.members
-    members.hello(0, 0, session=5, peer=b"a", now_s=0.0)
+    members, start = Run().server.members, 5
+    members.hello(0, 0, session=start << SESSION_BITS, peer=b"a", now_s=0.0)
     members.leave(0)
     assert not members.is_over
-    members.said_goodbye(0, 4)
-    assert not members.is_over
-    members.said_goodbye(0, 5)
-    assert members.is_over
+    assert members.said_goodbye(0, 4 << SESSION_BITS) and not members.is_over  # another start of it
+    assert members.said_goodbye(0, (start << SESSION_BITS) + 3) and members.is_over
+    assert not members.said_goodbye(0, start << SESSION_BITS)  # is known
 
 
 def test_a_status_in_words_and_as_json() -> None:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,14 @@ import counting_worker
 import pytest
 import torch
 from counting_worker import NUM_CLOCKS, CountingRank, counting_settings
+from served_relays import Relays
 from served_workers import PlayedWorker, make_settings, play
 
 from weft.errors import LaunchError
 from weft.server.local_servers import LocalServers
 from weft.server.protocol.client import ServerClient
+from weft.server.protocol.keys import write_key
+from weft.server.protocol.layout import ServerLayout
 from weft.server.server import ParameterServer
 from weft.server.snapshot import take
 from weft.server.snapshot_file import SNAPSHOT, DecisionsFile, read_snapshot, write_snapshot
@@ -48,6 +52,46 @@ def test_updates_are_those_of_servers_that_live(every_s: float, caplog: pytest.L
     assert all(torch.equal(worker.weights[name], one) for name, one in expected.items())
     for number in (0, 1):
         assert f"server {number} was killed by signal 9; it is started again" in caplog.text
+
+
+@pytest.mark.long
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_server_is_killed_while_its_weights_arrive_and_are_used(mode: str, tmp_path: Path) -> None:
+    """A synchronous one sends the rest of the same; where weights may be others, the step is left out."""
+    settings = replace(counting_settings(num_servers=1, num_workers=1), mode=mode, bucket_bytes=1 << 13)
+    last = len(ServerLayout.of(settings, 0).buckets) - 1
+    key = write_key(tmp_path / "key")
+    where = dict(tcp_host="127.0.0.1", key_file=tmp_path / "key")
+    with (
+        LocalServers(1, most_frame_bytes=1 << 20, max_restarts=1, snapshot_every_s=1000.0, **where) as servers,
+        Relays(servers.addresses) as relays,
+    ):
+        worker = CountingRank(settings, 0, 0)
+        with ServerClient(relays.addresses, key, worker.rank) as client:
+            client.wait_for_weights(timeout_s=60)
+            client.use_weights(timeout_s=60)
+            torn = []
+            while worker.rank.clock < 6:
+                client.wait_for_all()
+                is_killed = worker.rank.clock == 3
+                if is_killed:
+                    relays.let_through(12_000)
+                if worker.rank.is_torn:
+                    torn.append(worker.rank.clock)
+                else:
+                    worker.step(client)
+                client.wait_for_clock(timeout_s=60)
+                client.use_weights(timeout_s=60)
+                if is_killed:
+                    client.wait_for_buckets([(0, 0)])
+                    assert not worker.rank.has_bucket(0, last)
+                    os.kill(servers.pids[0], signal.SIGKILL)
+                    relays.cut()  # with what it had sent
+                    relays.let_through(None)
+            client.wait_for_all()
+            assert torn == ([] if mode == "sync" else [4])
+    assert torch.equal(-worker.weights[:8], torch.tensor([1.0, 1, 1, 1, 1, 1, 0, 0]))
 
 
 def test_a_server_whose_restarts_are_used_up(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

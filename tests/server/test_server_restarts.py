@@ -4,17 +4,24 @@ All updates are made a second time, from what workers have sent, and give the we
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from dying_servers import Dying, ReusingWorker, applied_of, assert_same_bits, fresh_updates, noting_applied
+from dying_servers import Dying, EarlyWorker, ReusingWorker, applied_of, assert_same_bits, fresh_updates, noting_applied
 from served_workers import first_weights, make_settings, optimizer_spec, part_of, play
 
 from weft.server.protocol.message import Kind, pack_message
 from weft.server.recovery import COMES_AGAIN_S, MOST_AHEAD
 from weft.server.weights.updates import Updates
 
-SEEDS = [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 20))]
+KINDS: Sequence[type[ReusingWorker]] = (ReusingWorker, EarlyWorker)
+RUNS = [
+    (0, ReusingWorker),
+    (1, EarlyWorker),
+    *(pytest.param(seed, KINDS[seed % 2], marks=pytest.mark.long) for seed in range(2, 20)),
+]
+"""Seeds, and how workers take their weights."""
 ADAMW = optimizer_spec("torch.optim.adamw.AdamW", lr=0.05, weight_decay=0.1)
 
 
@@ -29,10 +36,12 @@ ADAMW = optimizer_spec("torch.optim.adamw.AdamW", lr=0.05, weight_decay=0.1)
         (2, {"optimizer": ADAMW}),
     ],
 )
-@pytest.mark.parametrize("seed", SEEDS)
-def test_every_synchronous_update_is_made_once(seed: int, num_servers: int, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("seed", "kind"), RUNS)
+def test_every_synchronous_update_is_made_once(
+    seed: int, num_servers: int, changes: dict[str, Any], kind: type[ReusingWorker]
+) -> None:
     settings = make_settings(num_workers=3, num_servers=num_servers, bucket_bytes=96, **changes)
-    made = Dying(settings, seed=seed)
+    made = Dying(settings, seed=seed, kind=kind)
     made.play(20, servers=5, workers=2)
     made.require_all_ended()
     assert made.num_left <= 3
@@ -75,13 +84,15 @@ def require_computed_with_these(made: Dying, updates: list[Any]) -> None:
 
 @pytest.mark.parametrize("num_servers", [1, 2])
 @pytest.mark.parametrize("mode", ["async", "bounded"])
-@pytest.mark.parametrize("seed", SEEDS)
-def test_every_asynchronous_update_that_was_told_is_made_once(seed: int, mode: str, num_servers: int) -> None:
+@pytest.mark.parametrize(("seed", "kind"), RUNS)
+def test_every_asynchronous_update_that_was_told_is_made_once(
+    seed: int, mode: str, num_servers: int, kind: type[ReusingWorker]
+) -> None:
     settings = make_settings(
         num_workers=3, num_servers=num_servers, mode=mode, staleness=3 if mode == "bounded" else 0, bucket_bytes=96
     )
     with noting_applied():
-        made = Dying(settings, seed=seed)
+        made = Dying(settings, seed=seed, kind=kind)
         made.play(20, servers=4, workers=2)
     made.require_all_ended()
     assert made.num_left <= 3
@@ -131,18 +142,18 @@ def test_workers_are_never_far_ahead_of_a_snapshot(mode: str) -> None:
     made = Dying(make_settings(num_workers=1, mode=mode), seed=0)
     worker = made.workers[0]
     made.run(MOST_AHEAD + 5)
-    assert worker.clock == MOST_AHEAD - 1 and len(worker.rank._kept) == MOST_AHEAD
+    assert worker.clock == MOST_AHEAD - 1 and len(worker.rank.kept.clocks) == MOST_AHEAD
     made.begin_save(0)
     made.end_save(0)
     made.run(MOST_AHEAD + 5)
-    assert worker.clock == MOST_AHEAD + 4 and len(worker.rank._kept) == 5
+    assert worker.clock == MOST_AHEAD + 4 and len(worker.rank.kept.clocks) == 5
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_nothing_is_kept_where_servers_are_not_started_again(mode: str) -> None:
     made = play(make_settings(num_workers=2, mode=mode, num_servers=2), 5)
     for worker in made.workers.values():
-        assert list(worker.rank._kept) == [worker.clock]
+        assert worker.rank.kept.clocks == [worker.clock]
     if mode == "sync":
         assert len(made.servers[0].mode.decisions.as_records()) <= 4
 

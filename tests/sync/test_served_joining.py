@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from oracle import ADAMW, MLP, SGD, batch_of, train_alone
 from ranks import gathered, ranks
-from served_training import allowing_servers, served, server_plan
+from served_training import served, server_plan
 from torch import Tensor
 
 import weft
@@ -59,14 +59,18 @@ def train_while(trainer: Trainer, dataset: TensorSamples, *, workers: int) -> li
 
 
 @ranks(3, fresh=True)
-@pytest.mark.parametrize("optimizer", [SGD, ADAMW])
-def test_a_worker_joins_and_updates_stay_those_of_whole_batches(optimizer: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("optimizer", "num_frozen"), [(SGD, 2), (ADAMW, 0)])
+def test_a_worker_joins_and_updates_stay_those_of_whole_batches(
+    optimizer: Any, num_frozen: int, tmp_path: Path
+) -> None:
     rank = dist.get_rank()
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = gathered(probe.getsockname()[1])[0]
     dist.destroy_process_group()
     torch.manual_seed(7 + 10 * (rank == 2))  # whoever joins has other weights of its own
     model = MLP()
+    for one in [*model.parameters()][:num_frozen]:
+        one.requires_grad_(False)
     alone = copy.deepcopy(model)
     inputs, targets = batch_of(NUM_SAMPLES, 0)
     dataset = TensorSamples(inputs, targets)
@@ -187,5 +191,5 @@ def test_workers_of_several_hosts_without_an_address() -> None:
                 with served(MLP(), server_plan(2)):
                     pass
         else:
-            with allowing_servers(), worker_mesh.join_run(server_plan(2), "cpu", timeout_s=60).servers:  # type: ignore
+            with worker_mesh.join_run(server_plan(2), "cpu", timeout_s=60).servers:  # type: ignore
                 pass

@@ -49,7 +49,8 @@ def add(recorder: Recorder, step: int, *, num_units: int = 100) -> StepRecord | 
 def test_the_fields_are_those_promised() -> None:
     """Loss, speed, seconds of compute and exchange, bytes by axis, memory: later readers rely on the names."""
     names = "step loss lr unit units_per_s step_s exchange_s bubble_s compute_s sent_bytes memory_bytes"
-    names += " grad_norm num_skipped loss_scale spike exchanged spread delay replica_losses shares straggler"
+    names += " grad_norm num_skipped loss_scale spike exchanged spread delay staleness num_dropped"
+    names += " replica_losses shares straggler"
     assert [field.name for field in fields(StepRecord)] == names.split()
 
 

@@ -1,6 +1,7 @@
 """Publishes, replaces, lists and deletes checkpoint folders, so that a folder named `step-N` is always complete.
 
     .step-100.partial   being written
+    .step-100.workers   what other workers of parameter servers add to it (`worker_parts.py`)
     step-100            complete: renamed when everything in it was on the disk
     .step-100.old       its predecessor of the same name, moved aside while the new one is renamed
 
@@ -23,7 +24,7 @@ from weft.errors import CheckpointError
 INDEX = "checkpoint.json"
 log = logging.getLogger("weft")
 _OWN_FILE = re.compile(
-    r"checkpoint\.json|model\.safetensors\.index\.json|(model|optimizer|average|codec|rank)-[\dof-]+\.safetensors"
+    r"checkpoint\.json|model\.safetensors\.index\.json|(model|optimizer|average|codec|rank|worker)-[\dof-]+\.safetensors"
 )
 _ONLY_OURS = ("optimizer-", "rank-")
 """Prefixes of file names that only weft writes."""
@@ -46,6 +47,10 @@ def prune(directory: Path, *, keep: int) -> None:
         _try(restore, path)
     for path in all_checkpoints(directory)[:-keep]:
         _try(_delete, path)
+    newest = max((int(path.name[5:]) for path in all_checkpoints(directory)), default=-1)
+    for path in directory.glob(".step-*.workers"):  # that came too late
+        if path.name[6:-8].isdigit() and int(path.name[6:-8]) <= newest:
+            _try(_delete, path)
     unfinished = [path for path in directory.glob("step-*") if path.name[5:].isdigit() and not (path / INDEX).exists()]
     for path in [*directory.glob(".step-*.partial"), *directory.glob(".step-*.old"), *filter(_is_ours, unfinished)]:
         _try(_delete, path)

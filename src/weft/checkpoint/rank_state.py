@@ -1,8 +1,8 @@
 """The plan-specific part of a checkpoint: the state of one rank that an exact continuation under the same plan needs.
 
-Random states, the sync's state, what its codecs keep (`codec_state.py`), shares of microbatches, buffers that differ
-between ranks, weight versions that flush-free pipelines hold, and all that replicas have of their own which differ
-between exchanges (`replicas.py`).
+Random states, the sync's state, what its codecs keep (`codec_state.py`, `worker_parts.py`), shares of microbatches,
+buffers that differ between ranks, weight versions that flush-free pipelines hold, and all that replicas have of their
+own which differ between exchanges (`replicas.py`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from weft.checkpoint.extra_state import take_extra
 from weft.checkpoint.files.safetensors import TensorReader, rank_file
 from weft.checkpoint.replicas import load_own, take_own
 from weft.checkpoint.state import TrainerState
+from weft.checkpoint.worker_parts import load_worker_part, take_codecs, take_values
 from weft.parallel.state.buffers import persistent_buffers
 
 _BUFFER, _PIPELINE = "buffer/", "pipeline/"
@@ -29,7 +30,7 @@ def take_rank_part(trainer: TrainerState, number: int = 0) -> tuple[dict[str, to
 
     Rank 0's file also holds the state of the user's own, which any plan reads.
     """
-    tensors = {"rng/cpu": torch.get_rng_state()}
+    tensors = {"rng/cpu": torch.get_rng_state(), **take_codecs(trainer)}
     if trainer.mesh.world.device.type == "cuda":
         tensors["rng/cuda"] = torch.cuda.get_rng_state()
     tensors |= {f"{_BUFFER}{name}": buffer for name, buffer in persistent_buffers(trainer.named_model).items()}
@@ -46,6 +47,7 @@ def take_rank_part(trainer: TrainerState, number: int = 0) -> tuple[dict[str, to
         "pipeline": in_flight,
         "replica": own_values,
         "balance": trainer.balance.state(),
+        "worker": take_values(trainer),
     }
     extra: dict[str, torch.Tensor] = {}
     stored: dict[str, str] = {}
@@ -71,7 +73,8 @@ def load_rank_part(trainer: TrainerState, directory: Path) -> None:
             trainer.pipeline_step.load_state(older, values["pipeline"])
         trainer.sync.load_state(values["sync"])  # makes room for exchanges under way, which are read next
         load_own(trainer, reader, values.get("replica", {}))  # older checkpoints have none
-    trainer.counts.shared = values["shared_count"]
-    trainer.counts.is_own = values.get("has_own_count", False)  # older checkpoints do not say
+        trainer.counts.shared = values["shared_count"]
+        trainer.counts.is_own = values.get("has_own_count", False)  # older checkpoints do not say
+        load_worker_part(trainer, directory, reader, values)
     load_own_codecs(trainer, directory, trainer.mesh.world.rank)
     trainer.balance.load_state(values.get("balance", {}))  # which are not in older ones either

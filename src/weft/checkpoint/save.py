@@ -34,6 +34,7 @@ from weft.checkpoint.finite import refuse_not_finite
 from weft.checkpoint.folders import INDEX, publish, refuse_foreign, restore
 from weft.checkpoint.snapshot import Snapshot, take, take_weights
 from weft.checkpoint.state import Averaging, TrainerState
+from weft.checkpoint.worker_parts import collect, save_worker_part
 from weft.comm.group import Group, Traffic
 from weft.errors import CheckpointError
 
@@ -52,6 +53,8 @@ def write(snapshot: Snapshot, directory: Path, group: Group) -> None:
         try_on_files(group, "create", partial, lambda: _make_folder(directory, partial) if group.index == 0 else None)
         try_on_files(group, "create", partial, lambda: _create_files(snapshot, partial, group))
         own = try_on_files(group, "write", partial, lambda: _write_tensors(snapshot, partial))
+        if snapshot.awaited is not None:
+            own += try_on_files(group, "collect", partial, lambda: _of_others(snapshot, partial, directory, group))
         sizes = [(file.name, file.num_bytes) for file in snapshot.files]
         sizes += [(name, size) for files in own for name, size in files]
         found = try_on_files(group, "checksum", partial, lambda: _seal(snapshot, partial, sizes, group))
@@ -106,6 +109,10 @@ def _write_tensors(snapshot: Snapshot, partial: Path) -> list[tuple[str, int]]:
     return [(file.name, file.num_bytes) for file in snapshot.own_files]
 
 
+def _of_others(snapshot: Snapshot, partial: Path, directory: Path, group: Group) -> list[tuple[str, int]]:
+    return collect(snapshot.awaited, partial, directory) if snapshot.awaited is not None and group.index == 0 else []
+
+
 def _seal(snapshot: Snapshot, partial: Path, sizes: list[tuple[str, int]], group: Group) -> list[int]:
     """This rank's share of the checksums; also forces what it wrote to the disk."""
     pieces = pieces_of([(name, num_pieces(size)) for name, size in sizes], rank=group.index, num_ranks=group.size)
@@ -158,8 +165,13 @@ class Saving:
         # The thread first: it stores its error just before it ends.
         return (self._thread is None or not self._thread.is_alive()) and self._error is None
 
-    def save(self, trainer: TrainerState, directory: Path, *, wait: bool) -> None:
-        """Save after the previous save has ended; collective. With `wait`, returns when the checkpoint is complete."""
+    def save(self, trainer: TrainerState, directory: Path, *, wait: bool, writes: bool = True) -> None:
+        """Save after the previous save has ended; collective. With `wait`, returns when the checkpoint is complete.
+
+        Unless this worker of parameter servers `writes`, it gives its part to the one that does."""
+        if not writes:
+            save_worker_part(trainer, directory)
+            return
         group = self._wait_for_all(trainer)
         for one in (trainer, *trainer.others):
             refuse_not_finite(one, directory)

@@ -22,6 +22,7 @@ from weft.checkpoint.files.safetensors import MOST_FILE_BYTES, Entry, TensorFile
 from weft.checkpoint.portable import CODEC, KINDS, MODEL, Part, Portable
 from weft.checkpoint.rank_state import take_rank_part
 from weft.checkpoint.state import Averaging, TrainerState
+from weft.checkpoint.worker_parts import Awaited, awaited
 from weft.layout import Runs
 from weft.plan.text import format_plan
 
@@ -44,6 +45,8 @@ class Snapshot:
     facts: dict[str, Any] | None
     """The index, except its list of files; none in an export."""
     device: torch.device
+    awaited: Awaited | None = None
+    """Files of other workers of parameter servers that are to come into it."""
 
 
 def take(trainer: TrainerState, copies: Staging | None) -> Snapshot:
@@ -64,7 +67,7 @@ def take(trainer: TrainerState, copies: Staging | None) -> Snapshot:
     return Snapshot(
         files=tuple(file for kind in KINDS for file in files[kind]),
         own_files=tuple(own_files),
-        parts=_by_file({**files, **{file.name: [file] for file in own_files}}, _settled(parts, means, copies)),
+        parts=by_file({**files, **{file.name: [file] for file in own_files}}, _settled(parts, means, copies)),
         others=_other_files(trainer, maps[MODEL], whole[MODEL]),
         facts={
             "format": FORMAT,
@@ -81,6 +84,7 @@ def take(trainer: TrainerState, copies: Staging | None) -> Snapshot:
             "tensors": maps,
         },
         device=world.device,
+        awaited=awaited(trainer),
     )
 
 
@@ -130,7 +134,7 @@ def take_weights(trainer: TrainerState, average: Averaging | None) -> Snapshot:
     return Snapshot(
         files=tuple(files),
         own_files=(),
-        parts=_by_file({MODEL: files}, _settled(parts, _means(portable, parts), None)),
+        parts=by_file({MODEL: files}, _settled(parts, _means(portable, parts), None)),
         others=_other_files(trainer, weight_map, whole[MODEL]),
         facts=None,
         device=trainer.mesh.world.device,
@@ -172,7 +176,8 @@ def _copied(parts: Sequence[Part], values: Iterable[torch.Tensor], staging: Stag
     return copies
 
 
-def _by_file(files: Mapping[str, Sequence[TensorFile]], parts: Sequence[Part]) -> dict[str, list[Part]]:
+def by_file(files: Mapping[str, Sequence[TensorFile]], parts: Sequence[Part]) -> dict[str, list[Part]]:
+    """The parts by file name, in the order of their offsets."""
     file_of = {(kind, entry.name): file for kind in files for file in files[kind] for entry in file.entries}
     found: dict[str, list[Part]] = {}
     for part in sorted(parts, key=lambda part: file_of[part.kind, part.entry.name].starts[part.entry.name]):

@@ -30,6 +30,7 @@ class TerminalObserver(Observer):
         self._bar: Progress | None = None
         self._last_line_s = 0.0
         self._speed = 0.0
+        self._last: StepRecord | None = None
         self._total = 0
         self._flags = ""
         """What a command that goes on with this run needs besides its directory."""
@@ -70,7 +71,7 @@ class TerminalObserver(Observer):
         self._task = self._bar.add_task("train", total=self._total, completed=done, loss="–", speed="")
 
     def stepped(self, record: StepRecord) -> None:
-        fresh = self._speed == 0.0
+        self._last, fresh = record, self._speed == 0.0
         self._speed = record.units_per_s if fresh else _SMOOTHING * self._speed + (1 - _SMOOTHING) * record.units_per_s
         speed = f"{format_count(self._speed)} {record.unit}/s"
         if self._bar is not None:
@@ -107,6 +108,8 @@ class TerminalObserver(Observer):
             self._say(f"done: {summary.steps_done} steps, {format_seconds(summary.seconds)} of training")
         if summary.compression is not None:
             self._say(_in_words(summary.compression))
+        if self._last is not None and (words := _of_servers(self._last)):
+            self._say(words)
         if summary.straggler is not None:
             self._say(summary.straggler.in_words(summary.seconds))
 
@@ -117,7 +120,20 @@ class TerminalObserver(Observer):
 
 def _in_words(compression: Compression) -> str:
     dense, sent = (format_bytes(number) for number in (compression.dense_bytes, compression.sent_bytes))
+    if compression.is_served:
+        return f"compression {compression.ratio:.1f}×: rank 0 sent {sent} to servers, where float32 sends {dense}"
     return (
         f"compression {compression.ratio:.1f}×: rank 0 sent {sent} to other replicas, where all-reduce in float32 at "
         f"every step sends {dense}"
     )
+
+
+def _of_servers(record: StepRecord) -> str:
+    """How old gradients were, or how many came too late, up to this step; empty if there is nothing to say."""
+    if record.num_dropped:
+        return f"{record.num_dropped} gradients came too late for their version, and were dropped"
+    ages = record.staleness or []
+    if not sum(ages):
+        return ""
+    mean = sum(age * number for age, number in enumerate(ages)) / sum(ages)
+    return f"staleness: {mean:.1f} updates on average between a gradient and its weights, {len(ages) - 1} at most"

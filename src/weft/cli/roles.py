@@ -141,7 +141,7 @@ class RoleFlags:
 _OF_SERVERS = ("--listen", "--servers")
 
 
-def serve(run: Run, plan: Plan, flags: RoleFlags, *, joining: Sequence[str]) -> None:
+def serve(run: Run, plan: Plan, flags: RoleFlags, *, joining: Sequence[str], max_restarts: int) -> None:
     """Start the servers of a job, say how workers join them, and how far they are. `joining`: arguments of the command
     by which a worker joins."""
     from weft.launch_servers import launch_servers
@@ -154,6 +154,7 @@ def serve(run: Run, plan: Plan, flags: RoleFlags, *, joining: Sequence[str]) -> 
             plan,
             here,
             seed=run.job.steps.seed,
+            max_restarts=max_restarts,
             described=shared_facts(run.job),
             on_start=lambda addresses: seen.started(here, addresses, joining),
             on_status=seen.hear,
@@ -176,10 +177,12 @@ def train_served(
 ) -> list[Any]:
     """Run a function on the ranks of one more worker of a run, or of all workers and with them their servers; returns
     its results."""
+    from weft.checkpoint.server_snapshots import SERVERS, save_servers
     from weft.launch_workers import launch_workers
     from weft.server.listening import listen_at
     from weft.server.protocol.keys import key_for
     from weft.server.worker_mesh import KEY
+    from weft.training.run.loop import CHECKPOINTS
     from weft.training.run.same_job import shared_facts
 
     if flags.role == Role.WORKER:
@@ -193,6 +196,8 @@ def train_served(
     def say_how_to_join(addresses: Sequence[str]) -> None:
         print(f"one more worker joins with\n  {join_command(addresses[0], here.key_file, joining)}", flush=True)
 
+    if run.resumes:
+        save_servers(run.directory, run.directory / CHECKPOINTS)
     return launch_workers(
         function,
         arguments,
@@ -202,6 +207,7 @@ def train_served(
         described=shared_facts(run.job),
         listen=listen_at(here.listen, here.key_file),
         on_start=say_how_to_join,
+        saved=run.directory / SERVERS,
     )
 
 

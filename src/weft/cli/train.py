@@ -147,7 +147,7 @@ def command(
         return
     joining = _joining(job_file, run.directory, plan_file=plan_file, steps=steps, resume=resume)
     if role == Role.SERVER:
-        serve(run, plan, flags, joining=joining)
+        serve(run, plan, flags, joining=joining, max_restarts=restarts)
         return
     if is_served(plan):
         results = train_served(_run_rank, arguments, run, plan, flags, joining=joining, max_restarts=restarts)

@@ -1,8 +1,8 @@
 """Every reason why a plan cannot run, all at once, as far as the given facts tell.
 
-Four checks, in this order: fields without effect and values that are not built yet (two tables); contradictions
-(`rules.py`); the number of ranks; the batch. A field without effect is refused because ignoring it silently would be a
-wrong answer. Values that are bad by themselves cannot occur: `Plan` refuses them.
+Four checks, in this order: fields without effect (a table); contradictions (`rules.py`); the number of ranks; the
+batch. A field without effect is refused because ignoring it silently would be a wrong answer. Values that are bad by
+themselves cannot occur: `Plan` refuses them.
 """
 
 from __future__ import annotations
@@ -18,16 +18,6 @@ from weft.plan.fields import facts_of, one_of
 from weft.plan.model_refusals import SMALL_BATCH, UNEVEN_STATISTICS
 from weft.plan.plan import ALL, AXES, CODECS, SECTIONS, Axes, Plan, said, value_at
 from weft.plan.rules import combination_problems
-
-# Fields of which only the default is built. A new method moves its field from here to `_BUILT`, with the values that
-# work, or leaves it out when all do.
-_DEFAULT_ONLY = (
-    "server.mode server.shards server.staleness server.backups server.compensation server.lr_scaling server.pull"
-)
-_BUILT: dict[str, tuple[object, ...]] = {
-    **{path: (value_at(Plan(), path),) for path in _DEFAULT_ONLY.split()},
-    "data.sync": ("all-reduce", "local", "delayed"),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,20 +56,17 @@ class _Switch:
 
     @property
     def advice(self) -> str:
-        """Built values that would give the fields an effect, in words; empty if there is none."""
+        """Values that would give the fields an effect, in words."""
         return self._own_advice + ("" if self.alternative is None else self.alternative.advice)
 
     @property
     def _own_advice(self) -> str:
         section, name = self.path.split(".")
-        built = _BUILT.get(self.path)
         if self.above is not None:
             return f", or set [{section}] {name} above {self.above:g}"
         if not self.values:
-            known = built is None or any(self.is_on(value) for value in built)
-            return f", or set [{section}] {name} to {self.at_least} or more" if known else ""
-        values = tuple(value for value in self.values if built is None or value in built)
-        return f", or set [{section}] {name} to {one_of(values)}" if values else ""
+            return f", or set [{section}] {name} to {self.at_least} or more"
+        return f", or set [{section}] {name} to {one_of(self.values)}"
 
 
 _SHARDED = ("optimizer", "gradients", "parameters")
@@ -153,8 +140,7 @@ def check(
     """
     if num_ranks is not None:
         plan = with_ranks(plan, num_ranks)
-    idle = _idle(plan)
-    problems = [*idle.values(), *_unbuilt(plan, set(idle))]
+    problems = list(_idle(plan).values())
     problems += combination_problems(plan, optimizer=optimizer, elementwise=elementwise)
     if num_ranks is not None:
         problems += _rank_problems(plan, num_ranks)
@@ -180,13 +166,6 @@ def _idle(plan: Plan) -> dict[str, str]:
                 f"{said(plan, path)} has no effect with {said(plan, switch.path)}; {switch.instead}{switch.advice}"
             )
     return problems
-
-
-def _unbuilt(plan: Plan, idle: set[str]) -> list[str]:
-    """Values that are not built yet. A field whose switch is not built either is not named."""
-    paths = [path for path, built in _BUILT.items() if value_at(plan, path) not in built and path not in idle]
-    behind = {path for path, switch in _SWITCHES if switch.path in paths}
-    return [f"{said(plan, path)} is not built yet; use {one_of(_BUILT[path])}" for path in paths if path not in behind]
 
 
 def _rank_problems(plan: Plan, num_ranks: int) -> Iterator[str]:

@@ -1,9 +1,21 @@
-"""Every refused combination of plan values with replicas in one process."""
+"""Every refused combination of plan values with replicas in one process, and of servers with ranks that do not run."""
 
 from __future__ import annotations
 
 from weft.plan.refusals import Refusal
 
+SERVERS_IN_PROCESS = Refusal(
+    combination='replicas in process with [data] sync = "server"',
+    why="with {data.sync} workers exchange through servers, which are processes of their own",
+    remedy="start real workers, which weft train does on this machine, or set another sync",
+)
+SERVERS_ON_META = Refusal(
+    combination='[data] sync = "server" on the meta device or in a fake world',
+    why="with {data.sync} every worker is a world of its own and its servers are running processes, and on the meta "
+    "device nothing runs",
+    remedy='look at one worker: [axes] data = 1 and [data] sync = "all-reduce" hold the same, and the optimizer\'s '
+    "state, which the servers keep, besides",
+)
 REPLICAS_THAT_NEVER_DIFFER = Refusal(
     combination='replicas in process with [data] sync = "all-reduce" and without a codec',
     why="with {data.sync} and {codec.name} nothing differs between replicas, and what they exchange is exact: one rank "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.plan.plan import Plan
+from weft.plan.plan import Plan, said
 from weft.plan.refusals import Rule
 
 
@@ -15,6 +15,14 @@ def _rounds_twice(plan: Plan) -> bool:
     return plan.server.pull != "master" and plan.precision.compute not in ("model", plan.server.pull)
 
 
+def _for_stale_gradients(plan: Plan) -> dict[str, str]:
+    """What a plan sets for stale gradients alone: with its value, and by name; nothing if it sets none of it."""
+    default = Plan().server
+    names = [name for name in ("compensation", "lr_scaling") if getattr(plan.server, name) != getattr(default, name)]
+    idle = " and ".join(said(plan, f"server.{name}") for name in names)
+    return {"idle": idle, "name": " and ".join(names)} if names else {}
+
+
 SERVER_RULES: tuple[Rule, ...] = (
     Rule(
         combination="[server] backups as many as [axes] data, or more",
@@ -25,6 +33,16 @@ SERVER_RULES: tuple[Rule, ...] = (
             and isinstance(plan.axes.data, int)
             and plan.server.backups >= plan.axes.data
             and dict(most=plan.axes.data - 1, least=plan.server.backups + 1)
+        ),
+    ),
+    Rule(
+        combination='[server] compensation or lr_scaling with mode = "bounded" and staleness 0',
+        why="with {server.mode} and {server.staleness} all workers update together, so no gradient is stale, and "
+        "{idle} changes nothing",
+        remedy="set [server] staleness to 1 or more, or leave {name} out",
+        broken=lambda plan, _: (
+            (plan.data.sync, plan.server.mode, plan.server.staleness) == ("server", "bounded", 0)
+            and _for_stale_gradients(plan)
         ),
     ),
     # A vote is over the workers of one update. What a worker sends through any other codec is decoded alone.

@@ -1,6 +1,7 @@
 """The bytes that each parameter server will need, from the plan and the model's profile: arithmetic, nothing is run.
 
-A server holds its parts of the weights and what the optimizer keeps of them, for as long as the run lasts. The rest
+A server holds its parts of the weights and what the optimizer keeps of them, and of what is not trained (frozen
+parameters and buffers), which it gives to workers that join, for as long as the run lasts. The rest
 comes and goes: gradients of workers, which stay as they came until a clock is whole; their sum; and copies of weights,
 where an update may not write what a worker is still reading, or what its gradient will be compensated for.
 What a server shares with ranks of its host is the same memory in another place: gradients lie where these ranks put
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from weft.errors import PlanError
-from weft.plan.partition.flat_buffers import ParameterSpec, flat_buffers, item_bytes, needs_flats
+from weft.plan.partition.flat_buffers import ParameterSpec, compute_dtype, flat_buffers, item_bytes, needs_flats
 from weft.plan.partition.one_worker import is_served
 from weft.plan.partition.server_shards import ServedTensor, assign_parts
 from weft.plan.plan import Plan, said
@@ -32,25 +33,34 @@ class ServerMemory:
     """The sum of gradients, and temporaries of the optimizer."""
     copies: int
     """Weights of earlier versions that somebody reads, or that compensation needs."""
+    fixed: int = 0
+    """What is not trained."""
 
     @property
     def total(self) -> int:
-        return self.weights + self.optimizer + self.gradients + self.update + self.copies
+        return self.weights + self.optimizer + self.gradients + self.update + self.copies + self.fixed
 
 
 def predict_server_memory(
-    plan: Plan, parameters: Sequence[ParameterSpec], *, device: str = "cpu", optimizer_bytes_per_parameter: float = 8.0
+    plan: Plan,
+    parameters: Sequence[ParameterSpec],
+    *,
+    device: str = "cpu",
+    optimizer_bytes_per_parameter: float = 8.0,
+    buffers: Sequence[ParameterSpec] = (),
 ) -> tuple[ServerMemory, ...]:
     """By server. `device`: where workers compute. `optimizer_bytes_per_parameter`: moments of a float32 parameter: 8
-    for Adam, 4 for SGD with momentum, 0 for SGD."""
+    for Adam, 4 for SGD with momentum, 0 for SGD. `buffers`: of the model, in their own dtypes."""
     if not is_served(plan):
         raise PlanError(f'{said(plan, "data.sync")} has no servers; set [data] sync = "server"')
     num_workers = plan.axes.data
     if isinstance(num_workers, str):
         raise PlanError("memory of servers depends on how many workers there are; set [axes] data to a number")
     tensors = served_tensors_of(plan, parameters, device=device)
+    fixed = fixed_tensors_of(plan, parameters, buffers)
+    all_fixed = assign_parts(fixed, plan.server.shards, most_bytes=plan.comm.bucket_bytes)
     found = []
-    for parts in assign_parts(tensors, plan.server.shards, most_bytes=plan.comm.bucket_bytes):
+    for number, parts in enumerate(assign_parts(tensors, plan.server.shards, most_bytes=plan.comm.bucket_bytes)):
         sizes = [part.numel * tensors[part.tensor].item_bytes for part in parts]
         weights = sum(sizes)
         if plan.server.updates_together:
@@ -64,6 +74,7 @@ def predict_server_memory(
                 gradients=weights * num_workers,
                 update=weights + 2 * max(sizes, default=0),
                 copies=copies,
+                fixed=sum(part.numel * fixed[part.tensor].item_bytes for part in all_fixed[number]),
             )
         )
     return tuple(found)
@@ -79,4 +90,15 @@ def served_tensors_of(plan: Plan, parameters: Sequence[ParameterSpec], *, device
         ServedTensor(name=one.name, numel=one.numel, item_bytes=item_bytes(masters[one.name]))
         for one in parameters
         if one.trainable
+    ]
+
+
+def fixed_tensors_of(
+    plan: Plan, parameters: Sequence[ParameterSpec], buffers: Sequence[ParameterSpec] = ()
+) -> list[ServedTensor]:
+    """What servers keep for workers of one rank that join: what is not trained, as the model computes with it."""
+    frozen = [(one, compute_dtype(one, plan)) for one in parameters if not one.trainable]
+    return [
+        ServedTensor(name=one.name, numel=one.numel, item_bytes=item_bytes(dtype))
+        for one, dtype in (*frozen, *((one, one.dtype) for one in buffers))
     ]

@@ -36,6 +36,8 @@ class Decision:
     """Among all decisions of a run, from 0."""
     norm: float | None = field(default=None, compare=False)
     """Of the gradient over all servers, where it is clipped and known already."""
+    saves: bool = field(default=False, compare=False)
+    """All servers take a snapshot after it, so that there is one of the same version of each."""
 
 
 class Agreement:

@@ -349,6 +349,7 @@ class AllTogether:
             self._used[worker] = decision.version + 1 if is_used else self._used.get(worker, 0)
         self._pending.popleft()
         self.num_made += 1
+        self.decisions.carried_out(decision)
         if decision.chosen:
             self.version += 1
             self.num_dropped += len(decision.complete) - len(decision.chosen)

@@ -32,6 +32,12 @@ class Decisions:
         self._saved: dict[int, int] = {}
         """Decisions that the last snapshot of each server covers."""
 
+        self.save_is_due = False
+        """After the next update all servers are to take a snapshot."""
+        self._num_common = 0
+        """Decisions that the last such snapshot covers."""
+        self.common_version = 0
+        """The version of the weights of which all servers take a snapshot, once it is there, on any server."""
         self._gone: list[int] = []
         """Workers that have left the round which the last decision began."""
 
@@ -73,14 +79,22 @@ class Decisions:
 
     def add(self, decision: Decision) -> Decision:
         """A new one, which gets its number."""
-        decision = replace(decision, number=self.num_made)
+        saves = self.save_is_due and bool(decision.chosen) and self._least_saved >= self._num_common
+        decision = replace(decision, number=self.num_made, saves=saves)
         self.num_made += 1
+        if saves:
+            self.save_is_due, self._num_common = False, self.num_made
         self._kept.append(decision)
         self._gone = []
         if not self._recovers:
             self._kept = self._kept[-_FOR_A_LOST_CONNECTION:]
         self._record(as_plain(decision))
         return decision
+
+    def carried_out(self, decision: Decision) -> None:
+        """A decision was carried out on this server."""
+        if decision.saves:
+            self.common_version = decision.version + 1
 
     def update_of(self, version: int) -> Decision:
         """The decision on the update of a version; raises Malformed."""
@@ -105,8 +119,12 @@ class Decisions:
 
     def forget_saved(self) -> None:
         """Leave out what no server will ask for."""
-        least = min(self._saved.get(server, 0) for server in range(self._num_servers))
-        self._kept = self.since(least)
+        self._kept = self.since(self._least_saved)
+
+    @property
+    def _least_saved(self) -> int:
+        """Decisions that the last snapshots of all servers cover."""
+        return min(self._saved.get(server, 0) for server in range(self._num_servers))
 
     def as_records(self) -> list[dict[str, Any]]:
         """All that a file of them has to hold."""
@@ -140,4 +158,5 @@ def read_decision(found: Any) -> Decision:
         members=members,
         number=found["number"],
         norm=norm,
+        saves=found.get("saves") is True,
     )

@@ -25,6 +25,8 @@ class EachAlone:
     """What workers send again is applied as it comes."""
     is_in_update = False
     """Updates are made at once."""
+    num_dropped = 0
+    """No gradient is too late for its version."""
     num_known = 0
     """Decisions of several servers."""
 

@@ -33,11 +33,24 @@ class Invitations:
         self._first: int | None = None
         """Who has the number 0, by the session of its question."""
         self._first_heard_s = -math.inf
+        self._goes_on = False
+        """Who has the number 0 has not been heard since this server was started again, and may be there."""
+
+    def as_plain(self) -> list[Any]:
+        """What `go_on` needs."""
+        return [self._next_number, self._first]
+
+    def go_on(self, plain: list[Any]) -> None:
+        """Numbers that an earlier process of this server has given are given to nobody else."""
+        self._next_number, self._first = plain
+        self._goes_on = self._first is not None
 
     def give(self, others: OtherServers, members: Members, asker: int, now_s: float, has_begun: bool) -> dict[str, Any]:
         """What one more worker is told; no job until all servers are there. `asker`: a number that it has drawn.
         `has_begun`: the first weights are there."""
         addresses = others.addresses
+        if self._goes_on:
+            self._goes_on, self._first_heard_s = False, now_s
         is_settled = has_begun or members.session_of(0) >= 0
         number = None
         if len(addresses) == self._num_servers:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import secrets
+from collections import deque
+from typing import Any
 
 from weft.server.protocol.message import Kind, Malformed, Message, pack_object, read_object
 
@@ -14,9 +16,12 @@ MOST_EARLY = 1 << 16
 class OtherServers:
     """Connections between servers."""
 
-    def __init__(self, number: int, *, attempt: int = 0) -> None:
-        """`attempt`: earlier processes of this server, which are over."""
+    def __init__(self, number: int, *, attempt: int = 0, num_servers: int | None = None) -> None:
+        """`attempt`: earlier processes of this server, which are over. `num_servers`: of the plan, if it is known."""
         self._number, self._attempt = number, attempt
+        self.num_servers = num_servers
+        self.outbox: deque[Message] = deque()
+        """What this server says to others, besides what its mode has to say."""
         self.address = ""
         """Where this server listens, which its sockets say."""
         self._session = secrets.randbits(63)
@@ -43,15 +48,41 @@ class OtherServers:
             raise Malformed("an introduction is for the first server")
         said = read_object(message, {"address": str, "attempt": int, "num_known": int})
         number, address, session = message.place, said["address"], (said["attempt"], message.session)
+        if self.num_servers is not None and number >= self.num_servers:
+            return (
+                f"server {number} is one too many: the plan of this run has [server] shards = {self.num_servers}, and "
+                f"its servers are 0 to {self.num_servers - 1}; start this one with the same plan"
+            )
         known = self._sessions.get(number, session)
         if number == self._number or (known != session and known[0] >= session[0]):
             return (
-                f"there is a server {number} already; every server of a run has a number of its own, from 0 to "
-                "[server] shards - 1"
+                f"there is a server {number} already, and two servers of one shard cannot be; every server of a run "
+                "has a number of its own, from 0 to [server] shards - 1 (--servers)"
             )
         self._peers[number], self._sessions[number] = peer, session
         self._addresses[number] = address
         return None
+
+    def say_ended(self, worker: int, session: int, *, to: int) -> None:
+        """A worker has said that it ends."""
+        ended = Message(kind=Kind.ENDED, server=to, place=self._number, worker=worker, session=session)
+        self.outbox.append(ended)
+
+    def pass_on_ended(self, worker: int, session: int) -> None:
+        """Say it to those that may not know it: the first server tells all others."""
+        for number in sorted(self._peers) if self._number == 0 else [0]:
+            self.say_ended(worker, session, to=number)
+
+    # Started again.
+
+    def as_plain(self) -> list[Any]:
+        """What `go_on` needs."""
+        return [[number, *session, self._addresses[number]] for number, session in sorted(self._sessions.items())]
+
+    def go_on(self, plain: list[Any]) -> None:
+        """The other servers are those that an earlier process of this one knew."""
+        for number, attempt, session, address in plain:
+            self._sessions[number], self._addresses[number] = (attempt, session), address
 
     def peer_of(self, number: int) -> bytes | None:
         """The connection to a server; None if it has none yet."""

@@ -1,4 +1,4 @@
-"""What a server sends to a worker: its next clock and the weights for it, or the optimizer's state.
+"""What a server sends to a worker: its next clock and the weights for it, the optimizer's state, what is not trained.
 
 Frames of weights are the weights themselves: nothing is copied. Ranks of this host are told where they lie.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from weft.server.protocol.frames import frame_of
-from weft.server.protocol.message import Begin, Buffer, Kind, Message, pack_begin
+from weft.server.protocol.message import NO_AGES, Begin, Buffer, Kind, Malformed, Message, pack_begin
 from weft.server.protocol.optimizer_state import pack_states
 from weft.server.protocol.settings import MASTER
 
@@ -48,6 +48,8 @@ def send_clock(server: ParameterServer, worker: int) -> Iterator[Reply]:
         saved=server.recovery.saved_of(worker, clock),
         is_skipped=told.is_skipped,
         used=server.mode.used(worker),
+        num_dropped=server.mode.num_dropped,
+        ages=server.store.count_ages(len(NO_AGES)),
     )
     server.num_tickets += 1
     peers = server.members.peers_of(worker)
@@ -99,3 +101,13 @@ def send_state(server: ParameterServer, peer: bytes, message: Message) -> Iterat
                 frames=tuple(frames),
             )
             yield Reply(peer=peer, message=sent, lends=True)
+
+
+def send_fixed(server: ParameterServer, peer: bytes, message: Message) -> Iterator[Reply]:
+    """What a rank holds and does not train; raises Malformed before there is any."""
+    if server.store is None or server.layout is None:
+        raise Malformed("asked for what is not trained before the first weights")
+    for bucket, frames in enumerate(server.store.fixed):
+        if message.place in server.layout.fixed_holders(bucket):
+            sent = server.message(Kind.FIXED, message.worker, place=message.place, bucket=bucket, frames=frames)
+            yield Reply(peer=peer, message=sent)

@@ -168,7 +168,7 @@ class ServerLoop:
         """Serve until the other end of a pipe is closed, or says that the last worker that leaves is the end."""
         self._poller.register(parent.fileno(), self._zmq.POLLIN)
         ends_when_left = False
-        while not (ends_when_left and self.server.members.is_empty):
+        while not (ends_when_left and self.server.is_left):
             ready = dict(self._poller.poll(POLL_MS))
             if parent.fileno() in ready:
                 said = parent.read(1)
@@ -217,7 +217,8 @@ class ServerLoop:
 def main() -> None:
     """Run until standard input is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the workers, whose last pushes are still taken
-    options = json.loads(sys.stdin.readline())
+    with io.FileIO(sys.stdin.fileno(), closefd=False) as parent:
+        options = json.loads(b"".join(iter(lambda: parent.read(1) or b"", b"\n")))  # and nothing that comes behind
     options = ServerOptions(**{**options, "bind": tuple(options["bind"])})
     try:
         run(options)
@@ -243,6 +244,7 @@ def run(options: ServerOptions) -> None:
         )
     server = ParameterServer(
         options.number,
+        num_servers=options.num_servers,
         dead_after_s=options.dead_after_s,
         most_frame_bytes=options.most_frame_bytes,
         invitations=invitations,

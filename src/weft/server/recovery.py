@@ -10,7 +10,7 @@ the last snapshot is gone; everything else is in the weights exactly once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from weft.server.protocol.message import Malformed
@@ -73,15 +73,21 @@ class Recovery:
         if worker in self._comes_until_s:
             self._comes_until_s[worker] = now_s + COMES_AGAIN_S
 
-    def overdue(self, awaited: Iterable[int], present: Sequence[int], now_s: float) -> list[int]:
-        """Workers that this server was to wait for, and that have not come for too long."""
+    def awaits(self, awaited: Iterable[int], present: Sequence[int]) -> bool:
+        """Somebody is to come again to this server, which was started again."""
+        return self.attempt > 0 and bool(set(awaited).difference(present, self._given_up))
+
+    def overdue(
+        self, awaited: Iterable[int], present: Sequence[int], now_s: float, *, ended: Container[int] = ()
+    ) -> list[int]:
+        """Workers that this server was to wait for, and that have not come for too long, or have `ended`."""
         if self.attempt == 0:
             return []
         missing = set(awaited).difference(present, self._given_up)
         self._comes_until_s = {
             worker: self._comes_until_s.get(worker, now_s + COMES_AGAIN_S) for worker in sorted(missing)
         }
-        found = [worker for worker, until_s in self._comes_until_s.items() if now_s >= until_s]
+        found = [worker for worker, until_s in self._comes_until_s.items() if now_s >= until_s or worker in ended]
         self._given_up = (self._given_up | set(found)).difference(present)
         return found
 

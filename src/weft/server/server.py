@@ -14,14 +14,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from weft.errors import LaunchError, WeftError
+from weft.errors import LaunchError
 from weft.server.acceptance import accept
 from weft.server.all_together import AllTogether
 from weft.server.each_alone import EachAlone
+from weft.server.hello import answer_hello
 from weft.server.invitations import Invitations
 from weft.server.other_servers import TO_LEADER, OtherServers
 from weft.server.outgoing import Reply as Reply
-from weft.server.outgoing import send_clock, send_state
+from weft.server.outgoing import send_clock, send_fixed, send_state
 from weft.server.protocol.layout import ServerLayout
 from weft.server.protocol.message import (
     SERVER_KINDS,
@@ -34,9 +35,9 @@ from weft.server.protocol.message import (
     read_message,
     read_object,
 )
-from weft.server.protocol.settings import Settings, difference, read_settings
+from weft.server.protocol.settings import Settings
 from weft.server.protocol.worker_rank import SESSION_BITS
-from weft.server.recovery import Recovery, read_clocks
+from weft.server.recovery import Recovery
 from weft.server.weights.first_values import FirstValues
 from weft.server.weights.shares import Shares
 from weft.server.weights.store import PartStore
@@ -44,7 +45,7 @@ from weft.server.weights.updates import Updates
 from weft.server.workers.arrivals import Arrivals
 from weft.server.workers.members import DEAD_AFTER_S, Members
 
-MOST_WORKERS = 1 << 20
+LEADER = 0
 _KNOWN = Message(kind=Kind.KNOWN)
 
 
@@ -58,16 +59,17 @@ class ParameterServer:
         dead_after_s: float = DEAD_AFTER_S,
         most_frame_bytes: int | None = None,
         invitations: Invitations | None = None,
+        num_servers: int | None = None,
         attempt: int = 0,
         comes_back_s: float = 0.0,
         host: str = "",
     ) -> None:
         """`most_frame_bytes`: the longest frame that its connections let through. `invitations`: of the first server,
-        where the run was given a name. `attempt`: earlier processes of this server, which died. `comes_back_s`: within
-        which time it is started again, from a snapshot; 0: never. `host`: whose ranks share memory with it; empty:
-        none."""
+        where the run was given a name. `num_servers`: of the plan, as far as it is known before a worker is there.
+        `attempt`: earlier processes of this server, which died. `comes_back_s`: within which time it is started again,
+        from a snapshot; 0: never. `host`: whose ranks share memory with it; empty: none."""
         self.number, self._dead_after_s, self._most_frame_bytes = number, dead_after_s, most_frame_bytes
-        self._invitations = invitations
+        self.invitations = invitations
         self.settings: Settings | None = None
         self._job = 0
         """The digest of the settings, which takes as long as an update of a small layer."""
@@ -76,7 +78,7 @@ class ParameterServer:
         self.updates: Updates | None = None
         self.mode: AllTogether | EachAlone | None = None
         self.members = Members(num_ranks=1, dead_after_s=dead_after_s)
-        self.others = OtherServers(number, attempt=attempt)
+        self.others = OtherServers(number, attempt=attempt, num_servers=num_servers)
         self.recovery = Recovery(attempt=attempt, comes_back_s=comes_back_s)
         self.shares = Shares(host)
         self.refused: Counter[str] = Counter()
@@ -88,11 +90,11 @@ class ParameterServer:
         """Workers that have no weights for their next clock yet."""
         self._asks_state: dict[bytes, Message] = {}
         """Questions for the optimizer's state, by connection."""
-        self._leaving: dict[int, int] = {}
+        self.leaving: dict[int, int] = {}
         """Sessions of workers that are gone here, and maybe not yet for the other servers."""
         self._farewells: list[Reply] = []
         self.num_tickets = 0
-        self._first_progress = (0, 0)
+        self.first_progress = (0, 0)
         """Step and place in the data at which training goes on."""
 
     @property
@@ -112,16 +114,17 @@ class ParameterServer:
     def tick(self, now_s: float) -> list[Reply]:
         """Give up workers that were not heard for too long. Called when all messages that have come were received."""
         for worker in self.members.silent(now_s):
-            self._leave(worker)
+            self.leave(worker)
         if self.mode is not None:
-            for worker in self.recovery.overdue(self.mode.awaited, self.members.workers, now_s):
+            ended = self.members.ended
+            for worker in self.recovery.overdue(self.mode.awaited, self.members.workers, now_s, ended=ended):
                 self.mode.give_up(worker)
         return list(self._settle())
 
     def lost(self, peer: bytes) -> list[Reply]:
         """A connection is gone: a message to it could not be sent."""
         if (known := self.members.who(peer)) is not None:
-            self._leave(known[0])
+            self.leave(known[0])
         return list(self._settle())
 
     def introduce(self) -> list[Reply]:
@@ -129,28 +132,45 @@ class ParameterServer:
         num_known = 0
         if self.mode is not None:
             self.mode.outbox.clear()
-            self.mode.say_again(self._leaving)
+            self.mode.say_again(self.leaving)
             num_known = self.mode.num_known
-        return [Reply(peer=TO_LEADER, message=self.others.introduction(num_known)), *self._converse()]
+        self.others.outbox.clear()
+        for worker, start in self.members.ended.items():
+            self.others.say_ended(worker, start << SESSION_BITS, to=LEADER)
+        return [Reply(peer=TO_LEADER, message=self.others.introduction(num_known)), *self.converse()]
+
+    @property
+    def is_left(self) -> bool:
+        """Nobody is there, and nobody is to come again."""
+        awaited = () if self.mode is None else self.mode.awaited
+        return self.members.is_empty and not self.recovery.awaits(awaited, self.members.workers)
+
+    @property
+    def is_over(self) -> bool:
+        """All workers have ended."""
+        return self.members.is_over and self.is_left
 
     def _handle(self, peer: bytes, message: Message, now_s: float) -> Iterator[Reply]:
         kind = message.kind
         if kind == Kind.HELLO:
-            yield from self._hello(peer, message, now_s)
+            yield from answer_hello(self, peer, message, now_s)
         elif kind == Kind.ALIVE:  # by a connection of its own, from another thread
             self.members.heard(message.worker, now_s, session=message.session)
             self.recovery.hear(message.worker, now_s)
             yield Reply(peer=peer, message=self.message(Kind.ALIVE, message.worker))  # so is this server
         elif kind == Kind.ASK_RUN:
-            if self._invitations is None:
+            if self.invitations is None:
                 raise Malformed("asked for a run by one that this server cannot let in")
-            run = self._invitations.give(self.others, self.members, message.session, now_s, self.store is not None)
+            run = self.invitations.give(self.others, self.members, message.session, now_s, self.store is not None)
             yield Reply(peer=peer, message=self.message(Kind.RUN, 0, frames=(pack_object(run),)))
         elif kind == Kind.SERVES:
             if (problem := self.others.meet(peer, message) or self._tell_known(message)) is not None:
                 self.refused["refused"] += 1
-                yield self._refusal(peer, problem)
-            elif self.mode is None:
+                yield self.refusal(peer, problem)
+                return
+            for worker, start in self.members.ended.items():
+                self.others.say_ended(worker, start << SESSION_BITS, to=message.place)
+            if self.mode is None:
                 known = pack_object({"decisions": []})
                 yield Reply(peer=peer, message=replace(_KNOWN, server=message.place, frames=(known,)))
         elif kind == Kind.REFUSED and peer == TO_LEADER:
@@ -160,15 +180,17 @@ class ParameterServer:
         elif (sender := self.members.who(peer)) is None:
             self.refused["stranger"] += 1
             if kind == Kind.COMMIT and self.recovery.has_seen(message.worker, message.session):
-                yield self._given_up(peer, message.worker, message.session)
-            elif kind == Kind.LEAVE:
-                self.members.said_goodbye(message.worker, message.session)
+                yield self.given_up(peer, message.worker, message.session)
+            elif kind == Kind.LEAVE and self.settings is not None and message.job == self._job:
+                self._note_ended(message.worker, message.session)
         else:
             if sender != (message.worker, message.place, message.session) or message.job != self._job:
                 self.refused["impostor"] += 1
                 return
             self.members.heard(message.worker, now_s)
-            if kind == Kind.ASK_STATE:
+            if kind == Kind.ASK_FIXED:
+                yield from send_fixed(self, peer, message)
+            elif kind == Kind.ASK_STATE:
                 if self.store is None:
                     raise Malformed("asked for state before the first weights")
                 self._asks_state[peer] = message
@@ -178,7 +200,7 @@ class ParameterServer:
     def _take(self, message: Message) -> None:
         """A message of a rank that has said hello."""
         worker = message.worker
-        if message.kind in (Kind.INITIAL, Kind.INITIAL_STATE):
+        if message.kind in (Kind.INITIAL, Kind.INITIAL_STATE, Kind.INITIAL_FIXED):
             self.take_first(message)
         elif message.kind == Kind.PUSH:
             self.arrivals[worker].push(message)
@@ -199,13 +221,14 @@ class ParameterServer:
                 self.mode.skip(worker, message.clock)
                 self._waiting[worker] = None
         elif message.kind == Kind.LEAVE:
-            self._leave(worker, asks_back=False)
+            self._note_ended(worker, message.session)
+            self.leave(worker, asks_back=False)
         else:
             raise Malformed(f"{message.kind.name} is not for servers")
 
     def _settle(self) -> Iterator[Reply]:
         """What follows from a message: what servers say to each other, and weights for workers that may go on."""
-        yield from self._converse()
+        yield from self.converse()
         farewells, self._farewells = self._farewells, []
         yield from farewells
         for worker in sorted(self._waiting):
@@ -231,8 +254,12 @@ class ParameterServer:
         worker = known[0]
         return self.mode.is_behind or self.arrivals[worker].next_clock < self.members.clocks_of(worker)[1]
 
-    def _converse(self) -> Iterator[Reply]:
-        """Send what the mode has to say to other servers, and let it hear what it says to this one."""
+    def converse(self) -> Iterator[Reply]:
+        """Send what there is to say to other servers, and let the mode hear what it says to this one."""
+        while self.others.outbox:
+            message = self.others.outbox.popleft()
+            if (peer := self.others.peer_of(message.server)) is not None:
+                yield Reply(peer=peer, message=message)
         outbox = self.mode.outbox if self.mode is not None else ()
         while outbox:
             message = outbox.popleft()
@@ -243,54 +270,12 @@ class ParameterServer:
 
     # Members.
 
-    def _hello(self, peer: bytes, message: Message, now_s: float) -> Iterator[Reply]:
-        settings = read_settings(message)
-        said = read_object(message, {"worker": int, "step": int, "position": int, "replaces": list, "clocks": list})
-        asked, progress, clocks = said["worker"], (said["step"], said["position"]), read_clocks(said["clocks"])
-        if not -1 <= asked < MOST_WORKERS or not all(0 <= one < 1 << 63 for one in progress):
-            raise Malformed(f"worker {asked} at {progress}")
-        try:
-            if self.settings is None:
-                self.begin(settings)
-            elif (problem := difference(self.settings, settings)) is not None:
-                raise LaunchError(problem)
-            is_again = self.members.comes_again(asked, message.place, session=message.session, peer=peer)
-            if is_again or self.members.session_of(asked) >> SESSION_BITS in said["replaces"]:
-                self._leave(asked, but=message.place)
-                yield from self._converse()
-            if asked in self._leaving:
-                yield Reply(peer=peer, message=self.message(Kind.LATER, asked, session=message.session))
-                return
-            known = self.members.who(peer)
-            free = known[0] if known is not None else self.members.free_number()
-            worker = asked if asked >= 0 else free
-            session = message.session
-            is_whole = self.members.hello(worker, message.place, session=session, peer=peer, now_s=now_s, clocks=clocks)
-        except WeftError as error:
-            self.refused["refused"] += 1
-            yield self._refusal(peer, str(error))
-            return
-        assert self.layout is not None
-        self.recovery.see(worker, message.session)
-        self._first_progress = max(self._first_progress, progress)
-        self.arrivals_of(worker)
-        welcome = {
-            "worker": worker,
-            "next_clock": self.arrivals[worker].next_clock,
-            "version": self.version,
-            "has_weights": self.store is not None,
-            "comes_back_s": self.recovery.comes_back_s,
-            "shared": self.shares.offer(self.layout, worker, message.place, said.get("host")),
-        }
-        yield Reply(peer=peer, message=self.message(Kind.WELCOME, worker, frames=(pack_object(welcome),)))
-        if is_whole:
-            self._join(worker)
-
     def begin(self, settings: Settings) -> None:
         """The first hello decides what this server is to do."""
-        job = None if self._invitations is None else self._invitations.job
+        job = None if self.invitations is None else self.invitations.job
         layout = accept(settings, number=self.number, job=job, most_frame_bytes=self._most_frame_bytes)
         self.settings, self.layout, self._job = settings, layout, settings.digest
+        self.others.num_servers = settings.num_servers
         self._first = FirstValues(layout)
         self.members = Members(num_ranks=settings.num_ranks, dead_after_s=self._dead_after_s)
         if settings.is_sync:
@@ -303,7 +288,7 @@ class ParameterServer:
         for message in self.others.take_early():
             self._hear(message)
 
-    def _join(self, worker: int) -> None:
+    def join(self, worker: int) -> None:
         """All ranks of a worker are there."""
         assert self.mode is not None
         self.start_if_ready()
@@ -323,19 +308,19 @@ class ParameterServer:
         return self.arrivals[worker]
 
     def take_first(self, message: Message) -> None:
-        """First values of a bucket, or the optimizer's state of it."""
+        """First values of a bucket, trained or not, or the optimizer's state of it."""
         if self._first is not None:  # else of a worker that did not know that another one was first
             self._first.take(message)
             self.start_if_ready()
 
-    def _leave(self, worker: int, *, asks_back: bool = True, but: int | None = None, is_known: bool = False) -> None:
-        """A worker is gone, which its ranks are told; not the one that has said hello anew (`but`). `is_known`: other
-        servers know it."""
+    def leave(self, worker: int, *, asks_back: bool = True, later: int = 0, is_known: bool = False) -> None:
+        """A worker's session is over, which its ranks are told. `later`: the session in which one of them has said
+        hello meanwhile. `is_known`: other servers know it."""
         session = self.members.session_of(worker)
-        peers = self.members.peers_of(worker).items() if asks_back else ()
-        self._farewells += [self._given_up(peer, worker, session) for place, peer in peers if place != but]
+        peers = self.members.peers_of(worker).values() if asks_back else ()
+        self._farewells += [self.given_up(peer, worker, session, later=later) for peer in peers]
         was_whole = worker in self.members.workers
-        self.members.leave(worker, is_over=not asks_back)
+        self.members.leave(worker)
         self.shares.leave(worker)
         self._waiting.pop(worker, None)
         if worker in self.arrivals:
@@ -344,7 +329,7 @@ class ParameterServer:
         if self.store is not None:
             self.store.forget(worker)
             if was_whole and self.mode is not None and not is_known:
-                self._leaving |= {worker: session} if self.mode.agrees else {}
+                self.leaving |= {worker: session} if self.mode.agrees else {}
                 self.mode.leave(worker, session)
 
     # Other servers.
@@ -355,15 +340,23 @@ class ParameterServer:
             return None
         return self.mode.meet(message.place, read_object(message, {"num_known": int})["num_known"])
 
+    def _note_ended(self, worker: int, session: int) -> None:
+        """A worker has said that it ends, here or to another server: its goodbye may not reach all of them."""
+        if self.members.said_goodbye(worker, session):
+            self.others.pass_on_ended(worker, session)
+
     def _hear(self, message: Message) -> None:
+        if message.kind == Kind.ENDED:
+            self._note_ended(message.worker, message.session)
+            return
         if self.mode is None:
             self.others.keep_early(message)
             return
         for worker, session in self.mode.hear(message):
-            if self._leaving.get(worker) == session:
-                del self._leaving[worker]
+            if self.leaving.get(worker) == session:
+                del self.leaving[worker]
             if self.members.session_of(worker) == session:
-                self._leave(worker, is_known=True)
+                self.leave(worker, is_known=True)
 
     # Weights.
 
@@ -374,16 +367,18 @@ class ParameterServer:
             return
         self.store, self._first = self._first.make_store(), None
         self.updates = Updates(self.store, self.layout, self.settings)
-        self.updates.step, self.updates.position = self._first_progress
+        self.updates.step, self.updates.position = self.first_progress
         self.mode.begin(self.updates)
         for worker in self.members.workers:
-            self._join(worker)
+            self.join(worker)
 
-    def _refusal(self, peer: bytes, why: str) -> Reply:
+    def refusal(self, peer: bytes, why: str) -> Reply:
         return Reply(peer=peer, message=self.message(Kind.REFUSED, 0, frames=(pack_object({"why": why}),)))
 
-    def _given_up(self, peer: bytes, worker: int, session: int) -> Reply:
-        return Reply(peer=peer, message=self.message(Kind.GIVEN_UP, worker, session=session))
+    def given_up(self, peer: bytes, worker: int, session: int, *, later: int = 0) -> Reply:
+        """A session is over; the one that is next is the same for all ranks of the worker."""
+        following = max(self.members.next_session(worker, session), later)
+        return Reply(peer=peer, message=self.message(Kind.GIVEN_UP, worker, session=session, clock=following))
 
     def message(self, kind: Kind, worker: int, *, session: int | None = None, **fields: Any) -> Message:
         return Message(

@@ -1,12 +1,13 @@
 """A server's state at one moment, as the messages with which a run begins, and where everybody is.
 
     settings   ─ the first hello would say them
+    fixed      ─ INITIAL_FIXED, and
     buckets    ─ INITIAL_STATE and INITIAL, as the first worker sends them
     the rest   ─ plain numbers: version, the next clock of each worker, decisions made, what workers were told
 
 So a server begins from a snapshot as from a first worker. Weights are those of the server, lent until they are in the
-file; the optimizer's state, which updates change in place, is copied. It is no checkpoint of the model: a server knows
-flat parts of tensors, and neither shapes nor the rest of a model. The first worker writes checkpoints.
+file; the optimizer's state, which updates change in place, is copied. The snapshots of all servers, of one version,
+make a checkpoint (`checkpoint/server_snapshots.py`): settings say where each flat part lies in the model.
 """
 
 from __future__ import annotations
@@ -33,11 +34,18 @@ class Snapshot:
     """Numbers."""
     buckets: tuple[tuple[tuple[Buffer, ...], tuple[Buffer, ...]], ...]
     """The frames of each bucket: the optimizer's state, then the weights."""
+    fixed: tuple[tuple[Buffer, ...], ...] = ()
+    """The frames of each bucket of what is not trained, which is the same in all snapshots."""
 
     @property
     def next_clocks(self) -> dict[int, int]:
         """Of each worker: the first clock that is not in here."""
         return dict(self.plain["next_clocks"])
+
+    @property
+    def version(self) -> int:
+        """Updates that are in here."""
+        return int(self.plain["version"])
 
     @property
     def num_made(self) -> int:
@@ -78,6 +86,7 @@ def take(server: ParameterServer) -> Snapshot:
             )
             for parts in layout.buckets
         ),
+        fixed=store.fixed,
     )
 
 
@@ -101,6 +110,9 @@ def go_on(server: ParameterServer, snapshot: Snapshot, records: Sequence[Mapping
         settings = read_settings(Message(kind=Kind.HELLO, frames=(json.dumps(plain["settings"]).encode(),)))
         server.begin(settings)
         assert server.layout is not None
+        for bucket, frames in enumerate(snapshot.fixed):
+            place = server.layout.fixed_holders(bucket)[0]
+            server.take_first(Message(kind=Kind.INITIAL_FIXED, place=place, bucket=bucket, frames=frames))
         for bucket, (state, weights) in enumerate(snapshot.buckets):
             place = server.layout.owners[bucket]
             for kind, frames in ((Kind.INITIAL_STATE, state), (Kind.INITIAL, weights)):

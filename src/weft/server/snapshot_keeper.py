@@ -2,7 +2,9 @@
 
 The first snapshot is written before any worker gets weights, and a decision before anybody hears of it. After that a
 snapshot is due when a time has passed, when workers keep too much, or when a worker is gone whose gradients nobody
-could send again. While the thread writes, updates go on in other memory (`PartStore.lend`).
+could send again. Where servers make updates together, the first one decides after which of them all take the snapshot
+that time asks for: together these are a checkpoint (`checkpoint/server_snapshots.py`). While the thread writes, updates
+go on in other memory (`PartStore.lend`).
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from weft.server.all_together import AllTogether
 from weft.server.recovery import MOST_AHEAD
 from weft.server.server import ParameterServer
 from weft.server.snapshot import Snapshot, can_take, go_on, next_clocks_of, note_saved, take
-from weft.server.snapshot_file import DecisionsFile, read_snapshot, write_snapshot
+from weft.server.snapshot_file import DecisionsFile, read_known, read_snapshot, write_known, write_snapshot
 
 log = logging.getLogger("weft")
 EVERY_S = 10.0
@@ -35,12 +37,21 @@ class SnapshotKeeper:
         except OSError as error:
             raise self._cannot_write(error) from None
         self._decisions = DecisionsFile(folder)
+        self._common_version = 0
+        """Of the last snapshot that all servers take."""
+        self._now_s = 0.0
         self._writing: tuple[threading.Thread, Snapshot] | None = None
         self._problem: OSError | None = None
         self._last_s = 0.0
         self._last_version = -1
         self._most_clocks = MOST_AHEAD // 2
         """Clocks that a worker may have to keep, before a snapshot is due."""
+        self._known = read_known(folder)
+        """Numbers that were given to workers, and the other servers, on the first server."""
+        if self._known is not None:
+            server.others.go_on(self._known["servers"])
+            if server.invitations is not None:
+                server.invitations.go_on(self._known["numbers"])
         snapshot = read_snapshot(folder)
         if snapshot is not None:
             records = self._decisions.read()
@@ -57,12 +68,30 @@ class SnapshotKeeper:
             if isinstance(server.mode, AllTogether) and (records := server.mode.decisions.records):
                 self._decisions.add(records)
                 records.clear()
+            if server.invitations is not None:
+                known = {"numbers": server.invitations.as_plain(), "servers": server.others.as_plain()}
+                if known != self._known:
+                    write_known(self._folder, known)
+                    self._known = known
             if not server.recovery.was_saved and can_take(server):
                 first = take(server)
                 write_snapshot(self._folder, first)
                 self._note(first)
         except OSError as error:
             raise self._cannot_write(error) from None
+        if isinstance(server.mode, AllTogether):
+            self._take_common(server.mode.decisions.common_version)
+
+    def _take_common(self, version: int) -> None:
+        """Take a snapshot of a version together with all servers, or of a later one where this server has been started
+        again and is past it already: there will be no other before."""
+        if version == self._common_version or not can_take(self._server):
+            return
+        if self._writing is not None:  # one that only this server needed
+            self._writing[0].join()
+            self.turn(self._now_s)
+        self._common_version = version
+        self._begin(self._now_s, is_common=version == self._server.version)
 
     def _cannot_write(self, error: OSError) -> LaunchError:
         number, why = self._server.number, error.strerror
@@ -70,6 +99,7 @@ class SnapshotKeeper:
 
     def turn(self, now_s: float) -> None:
         """See whether a snapshot is in its file, or due."""
+        self._now_s = now_s
         if self._writing is not None:
             thread, snapshot = self._writing
             if thread.is_alive():
@@ -101,18 +131,20 @@ class SnapshotKeeper:
         if not server.recovery.was_saved or (self._problem is not None and passed_s < self._every_s):
             return False
         if server.version != self._last_version and passed_s >= self._every_s:
-            return True
+            if not isinstance(server.mode, AllTogether):
+                return True
+            server.mode.decisions.save_is_due = True  # of all of them, as the one that leads decides
         clocks = next_clocks_of(server)
         return server.recovery.must_save(clocks) or server.recovery.most_ahead(clocks) >= self._most_clocks
 
-    def _begin(self, now_s: float) -> None:
+    def _begin(self, now_s: float, *, is_common: bool = False) -> None:
         snapshot, server = take(self._server), self._server
         self._last_s, self._last_version, self._problem = now_s, server.version, None
         is_done = threading.Event()
 
         def write() -> None:
             try:
-                write_snapshot(self._folder, snapshot)
+                write_snapshot(self._folder, snapshot, is_common=is_common)
             except OSError as error:
                 self._problem = error
             finally:

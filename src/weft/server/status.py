@@ -62,5 +62,5 @@ def status_of(server: ParameterServer) -> Status:
         num_awaited=0 if server.settings is None else server.settings.num_workers,
         has_begun=server.store is not None and mode is not None and mode.has_begun,
         ages=ages,
-        is_over=server.members.is_over,
+        is_over=server.is_over,
     )

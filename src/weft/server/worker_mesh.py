@@ -37,12 +37,13 @@ from weft.plan.partition.one_worker import one_worker
 from weft.plan.plan import ALL, Plan
 from weft.plan.shared_fields import differences, shared_fields
 from weft.server.listening import listen_at
-from weft.server.local_servers import LocalServers
+from weft.server.local_servers import MOST_RESTARTS, LocalServers
 from weft.server.protocol.ask_run import FoundRun, HeldNumber, ask_run
 from weft.server.protocol.client import JOIN_TIMEOUT_S
 from weft.server.protocol.keys import key_for
 from weft.server.protocol.served_run import ServedRun, job_name
-from weft.sync.served import Progress, ServedSync
+from weft.sync.served import ServedSync
+from weft.sync.served_progress import Progress
 from weft.world import World, choose_device, join_ranks, join_world, meet
 
 log = logging.getLogger("weft")
@@ -83,6 +84,17 @@ class WorkerMesh(Mesh):
         self.run, self._servers, self._store = joined.run, joined.servers, joined.store
         self._held, self._is_by_itself, self._described = joined.held, joined.is_by_itself, joined.described
         self._sync: ServedSync | None = None
+
+    def join_another(self, plan: Plan) -> Joined:
+        """Another run of the same workers, with servers of its own; collective."""
+        size = int(self.run.plan.axes.data) * self.world.size
+        if self._store is None and size > 1:
+            raise LaunchError("workers that were started one by one have no place to meet again; leave mesh out")
+        plan = with_ranks(plan, size)
+        require(check(plan, num_ranks=size))
+        rank, worker = self.ranks_before + self.world.rank, self.run.worker
+        run, servers = _find_servers(plan, self._store, rank, worker)
+        return Joined(run=run, world=self.world, servers=servers, store=self._store)
 
     def join_with(self, sync: ServedSync, trainer: Progress, *, timeout_s: float) -> None:
         """Say with what this worker joins its run, as soon as it needs what others have."""
@@ -168,8 +180,11 @@ class WorkerMesh(Mesh):
             servers.close_when_left()
 
 
-def join_run(plan: Plan, device: torch.device | str | None, *, timeout_s: float) -> Joined:
-    """Join a run with servers, as one of the processes that a launcher has started; collective."""
+def join_run(plan: Plan, device: torch.device | str | None, *, timeout_s: float, earlier: Mesh | None = None) -> Joined:
+    """Join a run with servers, as one of the processes that a launcher has started; collective. `earlier`: the mesh of
+    another run of these processes, whose workers are those of this run."""
+    if isinstance(earlier, WorkerMesh):
+        return earlier.join_another(plan)
     if STARTED in os.environ:
         return _join_started(plan, device, json.loads(os.environ[STARTED]), timeout_s)
     if JOIN in os.environ:
@@ -217,6 +232,7 @@ def _find_servers(plan: Plan, store: Store | None, rank: int, worker: int) -> tu
             job=job,
             num_started=int(plan.axes.data),
             described=shared_fields(plan),
+            max_restarts=MOST_RESTARTS,
             **listen_at(os.environ.get(LISTEN), os.environ.get(KEY)),
         )
         said = {"job": job, "addresses": servers.addresses, "host": host_id()}

@@ -108,7 +108,7 @@ def place(
         changed = functools.partial(_buffers, model) if is_broadcast else list
         return CompressedInProcess(inside, mesh.state_group("gradients"), mesh.plan, buffers=changed)
     if is_served(mesh.plan):
-        return ServedSync(inside, summed=[one.name for one in rules.shared])
+        return ServedSync(inside, model, blueprint.blocks, summed=[one.name for one in rules.shared])
     if mesh.plan.replica_axis is None:
         return inside
     sizes, coordinates = mesh.grid.axes.sizes, mesh.grid.coordinates(mesh.world.rank)

@@ -13,7 +13,8 @@ brings it from the last exchange of a bucket to the next.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -67,7 +68,8 @@ class PushCodecs:
         self._not_finite = torch.zeros(1, dtype=torch.float32, device=device)
         self._open: list[_Group] = []
         """Those that have encoded something of this step."""
-        self._keeps = codec.name in NUM_KEPT
+        self.keeps = codec.name in NUM_KEPT
+        """Something of gradients is kept from step to step."""
         numels: dict[str, int] = {}
         for group in (one for groups in self._groups.values() for one in groups):
             numels[group.parts.dtype] = max(numels.get(group.parts.dtype, 0), group.parts.numel)
@@ -159,8 +161,29 @@ class PushCodecs:
             group.codec.end(is_made)
             if is_made:
                 group.unit = 1.0
-                group.lasting = group.sent if self._keeps else group.lasting
+                group.lasting = group.sent if self.keeps else group.lasting
         self._open = []
         for groups in self._groups.values():
             for group in groups:
                 group.unit *= unit
+
+    def _named(self) -> Iterator[tuple[str, _Group]]:
+        for (server, bucket), groups in self._groups.items():
+            for number, group in enumerate(groups):
+                yield f"{server}/{bucket}/{number}", group
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All that codecs keep between two steps, itself, by name."""
+        return {f"{place}/{name}": one for place, group in self._named() for name, one in group.codec.tensors().items()}
+
+    def values(self) -> dict[str, Any]:
+        """Plain values that belong to it."""
+        return {place: [group.unit, list(group.lasting)] for place, group in self._named()}
+
+    @torch.no_grad()
+    def load_state(self, tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -> None:
+        """Go on with what `tensors` and `values` gave under the same plan."""
+        for name, one in self.tensors().items():
+            one.copy_(tensors[name])
+        for place, group in self._named():
+            group.unit, group.lasting = float(values[place][0]), tuple(values[place][1])

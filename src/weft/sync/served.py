@@ -1,12 +1,12 @@
 """The sync of a worker of parameter servers, around that of its own ranks: it pushes gradients and takes weights.
 
     backward      |-- head --|-- block 3 --|-- block 2 --|-- block 1 --|-- embedding --|
-    pushes                 1 |~~~~~|      2 |~~~~~|                                    | 3 commit ── 4 weights
+    pushes                 1 |~~~~~|      2 |~~~~~|                                    | 3 commit ── 4 weights ~~~
 
 (1) A bucket is pushed to its server as soon as all its gradients are complete, in whatever order that happens: nobody
 else waits in it. (2) It leaves from where autograd put it. (3) What was not pushed is, after the backward pass; the
-commit says what the worker knows of its batch. (4) The optimizer is the servers': the step ends when their weights are
-here.
+commit says what the worker knows of its batch. (4) The optimizer is the servers': the step ends when all of them have
+begun to send their weights, which the next forward pass waits for layer by layer (`arriving_weights.py`).
 
 Inside a worker nothing changes. Where its ranks sum gradients (rings, tied stages), buckets are pushed after that, each
 by the first rank that holds it.
@@ -15,20 +15,21 @@ by the first rank that holds it.
 from __future__ import annotations
 
 import functools
+import logging
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Protocol
+from dataclasses import replace
 
 import torch
+from torch import nn
 
 from weft.comm.group import Traffic
-from weft.errors import JobError, PlanError
+from weft.errors import JobError
 from weft.hosts import host_id
 from weft.mesh import Mesh
 from weft.parallel.zero.grouping import torch_dtype
-from weft.plan.model_refusals import PULL_OF_16_BIT_WEIGHTS
-from weft.plan.plan import Plan
+from weft.plan.partition.served_wire import SERVERS
 from weft.server.protocol.client import ServerClient
 from weft.server.protocol.layout import ServerLayout
 from weft.server.protocol.message import Begin, Commit
@@ -36,34 +37,33 @@ from weft.server.protocol.optimizer_state import PartState
 from weft.server.protocol.served_run import ServedRun
 from weft.server.protocol.settings import MASTER
 from weft.server.protocol.worker_rank import WorkerRank
+from weft.sync.arriving_weights import ArrivingWeights, Views
 from weft.sync.base import PipelineSync, Totals
 from weft.sync.compressed_all_reduce import clip_to_share
+from weft.sync.kept_codecs import KeptCodecs
 from weft.sync.push_codecs import Momentum, PushCodecs
 from weft.sync.push_when_complete import BucketKey, PushWhenComplete
-from weft.sync.served_buckets import OutgoingBucket, Place, outgoing_buckets, places_of
-from weft.sync.served_tensors import served_tensors, settings_of
+from weft.sync.served_buckets import OutgoingBucket, Place, buckets_of, outgoing_buckets, places_of
+from weft.sync.served_clock import ServedClock
+from weft.sync.served_optimizer import momentum_of, state_of
+from weft.sync.served_progress import Progress
+from weft.sync.served_tensors import fixed_of, refuse_narrow, served_tensors, settings_of
 from weft.sync.whole_parameters import NoSync
 from weft.sync.wrapping_sync import WrappingSync
 
-SERVERS = "servers"
-"""The axis under which bytes sent to servers are counted."""
-
-
-class Progress(Protocol):
-    """A trainer, as far as its servers are concerned."""
-
-    optimizer: torch.optim.Optimizer
-    """What servers update with, and from whose state they go on, which is theirs then."""
-    steps_done: int
-    data_position: int
+log = logging.getLogger("weft")
 
 
 class ServedSync(WrappingSync):
     """Pushes the gradients of a worker to servers, and takes their weights."""
 
-    def __init__(self, inner: PipelineSync, *, summed: Collection[str] = ()) -> None:
-        """`summed`: gradients that several ranks of the worker add up after the backward pass."""
+    def __init__(
+        self, inner: PipelineSync, model: nn.Module, blocks: Sequence[str], *, summed: Collection[str] = ()
+    ) -> None:
+        """`blocks`: of the model, by name. `summed`: gradients that several ranks of the worker add up after the
+        backward pass."""
         super().__init__(inner)
+        self._arriving = ArrivingWeights(model, blocks, self.pieces, self.flats, self._wait_for_buckets)
         self._summed = frozenset(summed) if isinstance(inner, NoSync) else {one.name for one in self.pieces}
         self._client: ServerClient | None = None
         self._pushing: PushWhenComplete | None = None
@@ -75,10 +75,13 @@ class ServedSync(WrappingSync):
         """Makes this worker a part of its run, which it is not yet."""
         self._places: list[list[Place | None]] = []
         self._codecs: PushCodecs | None = None
+        self.kept = KeptCodecs()
+        """What they keep, for checkpoints."""
         self._clip = 0.0
         """Norm to which gradients are clipped before they are compressed; 0 clips nothing."""
         self._committed = -1
         """The last clock of which all was pushed."""
+        self._clock: ServedClock | None = None
         self.said: Commit | None = None
         """What was said of the last gradients: what servers make of them."""
 
@@ -93,21 +96,21 @@ class ServedSync(WrappingSync):
         if self._join is not None:
             join, self._join = self._join, None
             join()
-        assert self._client is not None
-        return self._client.rank.begins[0]
+        assert self._clock is not None
+        return self._clock.told[0][1]
 
     @property
     def told(self) -> list[tuple[int, Begin]]:
         """By server: the version of this clock's weights, and what it said when the clock began."""
         self.take_part()
-        assert self._client is not None
-        rank = self._client.rank
-        return [(rank.versions[server], rank.begins[server]) for server in range(len(rank.layouts))]
+        assert self._clock is not None
+        return self._clock.told
 
     @property
     def exchanged_bytes(self) -> list[tuple[int, int]]:
         """Sent to each server so far, and received from it."""
         assert self._client is not None
+        self.settle()
         return self._client.exchanged_bytes
 
     @property
@@ -134,18 +137,19 @@ class ServedSync(WrappingSync):
         with torch.no_grad():
             for piece in self.pieces:
                 piece.tensor.data = piece.tensor.data.contiguous()  # servers have elements in order
-        together = served_tensors(self.pieces, optimizer, mesh, run.plan.codec)
+        fixed = fixed_of(trainer.named_model, self, trainer.layouts, mesh)
+        together = served_tensors(self.pieces, optimizer, mesh, run.plan.codec, fixed)
         if hasattr(optimizer, "use_norms") and any("[" in one.name for one in together.tensors):
             raise JobError(
                 f"{type(optimizer).__name__} needs the norms of whole tensors, and a rank of this worker has a part of "
                 "some: servers would take the norms of parts; use another optimizer, or workers of one rank"
             )
-        self._refuse_narrow(run.plan)
+        refuse_narrow(self.pieces, run.plan)
         settings = settings_of(run, together, num_ranks=mesh.world.size, needs_norms=hasattr(optimizer, "use_norms"))
         layouts = [ServerLayout.of(settings, server) for server in range(settings.num_servers)]
         number_of = {name: number for number, name in enumerate(together.names)}
         self._places = [list(places_of(layout, number_of)) for layout in layouts]
-        views = [[None if one is None else self._range(*one) for one in places] for places in self._places]
+        views = self._arriving.begin(buckets_of(self.pieces, layouts, self._places), self._views)
         place = mesh.world.rank
         self._buckets = {(one.server, one.number): one for one in outgoing_buckets(layouts, number_of, place)}
         if run.plan.codec.name != "none":
@@ -169,12 +173,16 @@ class ServedSync(WrappingSync):
             progress=(trainer.steps_done, trainer.data_position),
             earlier_starts=run.earlier_starts,
             host="" if run.plan.comm.transport == "c10d" else host_id(),
+            fixed=fixed,
         )
         traffic = mesh.traffic.setdefault(SERVERS, Traffic())
         self._client = ServerClient(run.addresses, run.key, rank, traffic=traffic)
-        self.take_weights()
+        self._client.wait_for_weights(timeout_s=self._timeout_s)  # the first values of others, all at once
+        self._publish_master()
+        self._clock = ServedClock(self._client, self._arriving, timeout_s=self._timeout_s)
+        begin = self._clock.told[0][1]
         optimizer.state.clear()
-        begin = self._client.rank.begins[0]
+        self.kept.join(self._codecs, settings, goes_on=begin.step == trainer.steps_done)
         if begin.step:
             trainer.steps_done, trainer.data_position = begin.step, begin.position
 
@@ -186,10 +194,11 @@ class ServedSync(WrappingSync):
 
     def commit(
         self, *, count: float, loss_sum: float, divisor: float, lr_factor: float, compute_s: float, is_finite: bool
-    ) -> None:
-        """Say that all gradients of this clock were pushed; they were divided by `divisor`."""
-        assert self._client is not None and self._progress is not None
-        self._committed = self._client.rank.clock
+    ) -> bool:
+        """Say that all gradients of this clock were pushed; they were divided by `divisor`. False: they were not, and
+        the worker goes on without them."""
+        assert self._client is not None and self._clock is not None and self._progress is not None
+        is_torn = self._clock.is_torn()
         self.said = Commit(
             count=count,
             loss_sum=loss_sum,
@@ -201,13 +210,31 @@ class ServedSync(WrappingSync):
             position=self._progress.data_position,
             is_finite=is_finite and (self._codecs is None or self._codecs.is_finite),
         )
+        if is_torn:
+            self.said = replace(self.said, count=0.0, loss_sum=0.0)
+            log.warning(
+                "worker %d lost a connection while weights were arriving, and goes on without the gradient of step %d",
+                self._client.rank.worker,
+                self.said.step,
+            )
+            return False
+        self._committed = self._client.rank.clock
         self._client.commit(self.said)
+        return True
 
     def take_weights(self) -> None:
-        """Wait for the weights of the next clock."""
-        assert self._client is not None
-        self._client.wait_for_weights(timeout_s=self._timeout_s)
-        self._publish_master()
+        """Wait until the next clock has begun; its weights come while they are used."""
+        assert self._clock is not None
+        self._clock.go_on()
+
+    def _wait_for_buckets(self, buckets: Collection[BucketKey]) -> None:
+        assert self._clock is not None
+        self._clock.wait_for_buckets(buckets)
+
+    def settle(self) -> None:
+        if self._clock is not None:
+            self._clock.settle()
+        super().settle()
 
     def end_codecs(self, *, count: float, unit: float) -> None:
         """Keep what codecs did not send, if an update was made of what they sent, which is known with the next weights.
@@ -225,7 +252,8 @@ class ServedSync(WrappingSync):
     @torch.no_grad()
     def fetch_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Fill in the optimizer's state from the servers, and the weights that belong to it."""
-        assert self._client is not None
+        assert self._client is not None and self._clock is not None
+        self.settle()
         for server, part, weights, state in self._client.fetch_state(timeout_s=self._timeout_s):
             place = self._places[server][part]
             assert place is not None
@@ -241,13 +269,7 @@ class ServedSync(WrappingSync):
                     own[name] = torch.empty(piece.shape, dtype=value.dtype, device=piece.device)
                 own[name].view(-1)[start:stop].copy_(value)
         self._publish_master()
-
-    def _refuse_narrow(self, plan: Plan) -> None:
-        """Weights of 16 bits are not rounded to 16 bits."""
-        narrow = next((one for one in self.pieces if one.tensor.element_size() < 4), None)
-        if plan.server.pull != MASTER and narrow is not None:
-            dtype = str(narrow.tensor.dtype).removeprefix("torch.")
-            raise PlanError(PULL_OF_16_BIT_WEIGHTS.message(plan, name=narrow.name, dtype=dtype))
+        self._clock.look_again()
 
     @torch.no_grad()
     def round_weights(self) -> None:
@@ -259,25 +281,18 @@ class ServedSync(WrappingSync):
             self._publish_master()
 
     def _momentum_of(self, optimizer: torch.optim.Optimizer) -> Momentum:
-        """The optimizer's momentum of a part of a bucket, and whether it is Nesterov's."""
-        group_of = {id(one): group for group in optimizer.param_groups for one in group["params"]}
-
-        def momentum(key: BucketKey, place: int) -> tuple[float, bool]:
-            group = group_of[id(self.pieces[self._buckets[key].parts[place][0]].tensor)]
-            return float(group["momentum"]), bool(group["nesterov"])
-
-        return momentum
+        """Of each part of a bucket."""
+        pieces, buckets, of_piece = self.pieces, self._buckets, momentum_of(optimizer)
+        return lambda key, place: of_piece(pieces[buckets[key].parts[place][0]].tensor)
 
     def _state_of(self, optimizer: torch.optim.Optimizer, server: int, part: int) -> PartState:
-        """The optimizer's state of a server's part, as this rank has it."""
         place = self._places[server][part]
         assert place is not None
-        number, start, stop = place
-        singles = {"step"}  # of a parameter of no dims, all states have none
-        for piece, state in optimizer.state.items():
-            singles |= {name for name, one in state.items() if piece.dim() and _is_single(one)}
-        found = optimizer.state.get(self.pieces[number].tensor, {})
-        return {name: one if name in singles else one.reshape(-1)[start:stop] for name, one in found.items()}
+        return state_of(optimizer, self.pieces, place)
+
+    def _views(self) -> Views:
+        """Those that weights are written to, beside whatever graph they are in."""
+        return [[None if one is None else self._range(*one).data for one in places] for places in self._places]
 
     def _range(self, number: int, start: int, stop: int) -> torch.Tensor:
         """Flattened elements of a piece."""
@@ -285,6 +300,7 @@ class ServedSync(WrappingSync):
 
     def consensus(self) -> AbstractContextManager[None]:
         self.take_part()  # for the weights of all workers, also before the first step
+        self.settle()
         return super().consensus()
 
     def end_step(self, loss: torch.Tensor) -> torch.Tensor:
@@ -331,6 +347,7 @@ class ServedSync(WrappingSync):
         return self._ignoring_all()
 
     def finish(self, loss_sum: torch.Tensor, count: torch.Tensor, *, with_norm: bool, compute_s: float = 0.0) -> Totals:
+        self.settle()
         totals = super().finish(loss_sum, count, with_norm=with_norm, compute_s=compute_s)
         if self._clip:
             self._clip_own()
@@ -364,7 +381,9 @@ class ServedSync(WrappingSync):
 
     def _push(self, key: BucketKey) -> None:
         """Send a bucket, unless no part of it has a gradient."""
-        assert self._client is not None
+        assert self._client is not None and self._clock is not None
+        if self._clock.is_torn():
+            return
         bucket = self._buckets[key]
         parts = [(self._gradient(number), start, stop) for number, start, stop in bucket.parts]
         ranges = [None if one is None else one.reshape(-1)[start:stop] for one, start, stop in parts]
@@ -376,7 +395,3 @@ class ServedSync(WrappingSync):
         elif any(one is not None for one in ranges):
             self._pushed.add(key)
             self._client.push(bucket.server, bucket.number, ranges)
-
-
-def _is_single(state: object) -> bool:
-    return not isinstance(state, torch.Tensor) or state.dim() == 0

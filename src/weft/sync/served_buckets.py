@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from weft.parallel.zero.flat_parameters import Piece
 from weft.server.protocol.layout import ServerLayout
 
 Place = tuple[int, int, int]
@@ -25,6 +26,19 @@ def places_of(layout: ServerLayout, number_of: Mapping[str, int]) -> Iterator[Pl
     for part in layout.parts:
         number = number_of.get(layout.settings.tensors[part.tensor].name)
         yield None if number is None else (number, part.start, part.stop)
+
+
+def buckets_of(
+    pieces: Sequence[Piece], layouts: Sequence[ServerLayout], places: Sequence[Sequence[Place | None]]
+) -> dict[str, set[tuple[int, int]]]:
+    """The messages, by server and number, that the weights of each piece come in."""
+    found: dict[str, set[tuple[int, int]]] = {piece.name: set() for piece in pieces}
+    for layout, of_server in zip(layouts, places, strict=True):
+        for bucket, parts in enumerate(layout.buckets):
+            for place in (of_server[part] for part in parts):
+                if place is not None:
+                    found[pieces[place[0]].name].add((layout.server, bucket))
+    return found
 
 
 def outgoing_buckets(

@@ -48,3 +48,7 @@ class StreamingSync(LateMergeSync):
         own.sub_(anchor)
         self._add_norms(own, anchor)
         bucket.write_from(own.mul_(data.mix).add_(anchor))
+
+    def _after_merge(self, sent: Sent) -> None:
+        if self._plan.data.fragments > 1:  # else memory for all fragments would be kept, though they take turns
+            self._exchanges.forget_exact()

@@ -21,7 +21,9 @@ from weft.parallel.wrapping.wrap import changes_of
 from weft.plan.exchange.compression import between_replicas
 from weft.plan.exchange.weight_exchange import exchange_bytes, outer_bytes
 from weft.plan.late_merges import exchanges_after, uses_delayed_averaging, uses_streaming
+from weft.plan.partition.one_worker import is_served
 from weft.plan.plan import Plan
+from weft.server.worker_mesh import WorkerMesh
 from weft.training.exchanged_bytes import sent_bytes_of_step, weight_buckets_of
 from weft.training.step.parallel_model import ParallelModel
 from weft.units import format_bytes
@@ -41,6 +43,7 @@ def describe(parts: ParallelModel, replacements: Replacements) -> str:
         f"plan: {axes} ({mesh.world.size} ranks)": [
             f"rank {mesh.world.rank} on {mesh.world.device}: {places}",
             *_average_lines(parts),
+            *_server_lines(mesh),
             *_replica_lines(parts),
             *_codec_lines(parts),
         ],
@@ -75,6 +78,28 @@ def _replica_lines(parts: ParallelModel) -> list[str]:
     return [
         f"replica {parts.mesh.replica} of {plan.num_replicas} along {plan.replica_axis}: "
         f"{_rule_between_replicas(plan)}; {which} sends {sent} of weights, and {kept} are kept for it"
+    ]
+
+
+def _server_lines(mesh: Mesh) -> list[str]:
+    plan = mesh.whole_plan
+    if not is_served(plan):
+        return []
+    which = f"worker {mesh.run.worker}" if isinstance(mesh, WorkerMesh) else "a worker"
+    server, servers = plan.server, "a server" if plan.server.shards == 1 else f"{plan.server.shards} servers"
+    rule = "every worker's gradient is an update"
+    if server.mode == "sync":
+        workers = f"the first {plan.axes.data_ranks - server.backups}" if server.backups else "all workers"
+        rule = f"an update per step of the gradients of {workers}"
+    elif server.mode == "bounded":
+        rule += f", at most {server.staleness} clocks ahead of the slowest worker"
+    scaled = ", with a rate divided by its age" if server.lr_scaling == "staleness" else ""
+    moved = f", compensated by {server.compensation:g}" if server.compensation else ""
+    sent = "as they are" if plan.codec.name == "none" else f"through codec {plan.codec.name}"
+    taken = "" if server.pull == "master" else f", weights come back in {server.pull}"
+    return [
+        f"{which} of {plan.axes.data} with {servers}: {rule}{scaled}{moved}; gradients are sent {sent}{taken}; the "
+        "optimizer's state is there"
     ]
 
 

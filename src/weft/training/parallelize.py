@@ -15,6 +15,7 @@ from weft.checkpoint.new_layers import NewLayers
 from weft.checkpoint.pretrained import load_weights
 from weft.comm.failures.activity import calls, collective_call
 from weft.comm.failures.watch import set_step_timeout
+from weft.comm.world.fake_world import is_fake
 from weft.mesh import Mesh, make_mesh
 from weft.optim.tensor_norms import give_norms
 from weft.parallel.apply import apply_plan
@@ -24,6 +25,7 @@ from weft.parallel.tensor.shares import counted_elements
 from weft.parallel.zero.flat_parameters import Piece
 from weft.plan.all_ranks import with_ranks
 from weft.plan.check import require
+from weft.plan.in_process_refusals import SERVERS_ON_META
 from weft.plan.partition.one_worker import is_served, one_worker
 from weft.plan.partition.replicas import in_process_problems
 from weft.plan.plan import Plan
@@ -93,7 +95,8 @@ def parallelize(
     device      where this rank computes. "meta", alone or on torch's "fake" process group: nothing is run or read
                 (weights neither), and the trainer shows what this rank of a large world would hold
     mesh        another trainer's mesh, of a plan with the same axes and transport: its process groups are used, and
-                are still there when this trainer is closed
+                are still there when this trainer is closed. With `[data] sync = "server"` that of a trainer of the
+                same workers, which then have another run together, with servers of its own
     skip_at_most  steps in a row whose loss (or gradients, where the plan clips or computes in 16 bits) is not finite:
                 they change nothing, and a warning names the tensors; the next one raises a NotFiniteError on every
                 rank, after which a loop may `trainer.load` a checkpoint and go on. 0: the first one; None: none does
@@ -104,7 +107,11 @@ def parallelize(
     calls.forget_durations()
     plan = as_plan(plan)
     timeout_s = max(DEFAULT_TIMEOUT_S, plan.comm.timeout_s)
-    joined = join_run(plan, device, timeout_s=timeout_s) if is_served(plan) else None
+    if is_served(plan):
+        is_meta = is_fake() or (device is not None and torch.device(device).type == "meta")
+        refused = list(in_process_problems(plan)) if replicas_in_process else []
+        require([*refused, *([SERVERS_ON_META.message(plan)] if is_meta else [])])
+    joined = join_run(plan, device, timeout_s=timeout_s, earlier=mesh) if is_served(plan) else None
     if joined is not None:
         plan, world = one_worker(plan), joined.world
     else:
@@ -176,8 +183,8 @@ def parallelize(
         return make_replicas(model, plan, world, make)
     if replicas_in_process and world.size > 1:
         return make_workers(model, plan, world, make)
-    kind = None if joined is None else functools.partial(WorkerMesh, joined=joined)
-    return make(model, make_mesh(plan, world, batch_norms=has_batch_norms(named_model), sharing=mesh, kind=kind))
+    kind, sharing = (None, mesh) if joined is None else (functools.partial(WorkerMesh, joined=joined), None)
+    return make(model, make_mesh(plan, world, batch_norms=has_batch_norms(named_model), sharing=sharing, kind=kind))
 
 
 def _optimizer_arguments(pieces: Sequence[Piece], groups: ParameterGroups | None) -> list[dict[str, Any]]:

@@ -34,6 +34,7 @@ from weft.parallel.wrapping.wrap import add_hook
 from weft.plan.pipeline.communication import FLUSH_FREE
 from weft.plan.pipeline.timeline import Timeline
 from weft.plan.plan import Plan
+from weft.sync.served import ServedSync
 from weft.training.data.batches import Batches
 from weft.training.data.split_tokens import SequenceSplit
 from weft.training.data.trees import forward
@@ -118,8 +119,8 @@ class Trainer:
             call = KeepingShares(call, tensor.output_mode)
         if sample_split is not None:
             call = sample_split.around(call)
-        if sync.flats and model is not parts.model:  # compiled as a whole, with hooks inside
-            why = "waits for all parameters, which are gathered after an update"
+        if model is not parts.model and (sync.flats or isinstance(sync, ServedSync)):  # compiled, with hooks inside
+            why = "waits for all parameters, which come after an update"
             add_hook(model, "forward_pre", lambda *_: sync.settle(), by="zero", why=why)
         self._has_compared = self._has_failed = False
         tied = tied_groups(cut, mesh) if cut is not None else {}
@@ -309,8 +310,7 @@ class Trainer:
         self._require_weights("save()")
         self.flush()
         with self.update.holding_state() as writes:
-            if writes:
-                self.saving.save(self, Path(directory), wait=wait)
+            self.saving.save(self, Path(directory), wait=wait, writes=writes)
 
     @collective_call("trainer.export")
     def export(self, directory: str | Path, *, average: bool = False) -> None:

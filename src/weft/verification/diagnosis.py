@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from weft.plan.partition.grid import Grid
+from weft.plan.partition.one_worker import is_served
 from weft.plan.plan import Plan
 from weft.verification.verdict import Cause
 
@@ -134,6 +135,12 @@ def diagnose(
         return Cause(kind="swapped", text=f"shares are swapped: {pairs}", axes=_axes_between(off, plan))
     if all(one.dense_left < math.inf for one in off):
         told = f'the rule of [codec] name = "{plan.codec.name}" gives another: look at what it sends, keeps and draws'
+        return Cause(kind="codec", text=f"{told}; {_furthest(off[0])}", axes=_codec_axes(plan))
+    if is_served(plan) and plan.codec.name not in ("none", "half") and what in ("state", "weight"):
+        told = (
+            f"the worker's gradients are right, and servers updated with others: the rule of [codec] name = "
+            f'"{plan.codec.name}" gives another update: look at what it sends, keeps and draws'
+        )
         return Cause(kind="codec", text=f"{told}; {_furthest(off[0])}", axes=_codec_axes(plan))
     return _cause_of_rows(off, gradients, plan, what=what, num_targets=num_targets)
 

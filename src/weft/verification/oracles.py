@@ -14,6 +14,7 @@ from weft.plan.partition.one_worker import is_served
 from weft.plan.pipeline.communication import FLUSH_FREE
 from weft.plan.plan import Plan
 from weft.training.trainer import Trainer
+from weft.verification.compressed_batches import CompressedBatches
 from weft.verification.compressed_replicas import CompressedReplicas
 from weft.verification.compression.parts import find_coded_parts, num_coded_replicas
 from weft.verification.delayed_weights import DelayedVersions
@@ -47,7 +48,9 @@ final_weights   those that a run would end with
 
 def rule_of(plan: Plan) -> Rule:
     if is_served(plan):
-        return ServedBatches if plan.server.updates_together or plan.axes.data == 1 else ReplayedTraining
+        if not plan.server.updates_together and plan.axes.data != 1:
+            return ReplayedTraining
+        return ServedBatches if plan.codec.name in ("none", "half") else CompressedBatches
     if plan.replica_axis is not None:
         return LocalReplicas
     if plan.codec.name != "none" and num_coded_replicas(plan) > 1:
@@ -62,7 +65,7 @@ def ask_ranks(rule: Rule, trainer: Trainer) -> Any:
         return find_stages(trainer)
     if rule is ServedBatches:
         return trainer.data_rank
-    if rule is ReplayedTraining:
+    if rule is ReplayedTraining or rule is CompressedBatches:
         return ask_workers(trainer)
     return find_coded_parts(trainer)
 

@@ -41,17 +41,20 @@ class ServedBatches(OneProcess):
             self._updates.optimizer.zero_grad(set_to_none=True)
             self._run_rows(inputs, targets, microbatch_rows(self._plan, num_samples(inputs), [worker]), passes)
             count = sum(passes.counts) - count_before
-            for name, parameter in self._trained.items():
-                if parameter.grad is None:
-                    continue
-                if worker == self._worker and count:
-                    self._own[name] = parameter.grad / count
-                summed[name] = summed[name] + parameter.grad if name in summed else parameter.grad
+            found = {name: one.grad for name, one in self._trained.items() if one.grad is not None}
+            self._note(worker, found, count)
+            if worker == self._worker and count:
+                self._own = {name: one / count for name, one in found.items()}
+            for name, one in found.items():
+                summed[name] = summed[name] + one if name in summed else one
         self._buffers.use(self._worker)
         if not self._plan.server.updates_together:  # there is one worker, which clips what it sends
             clip(self._own, self._plan.step.clip_norm)
         for name, parameter in self._trained.items():
             parameter.grad = summed.get(name)
+
+    def _note(self, worker: int, found: Tensors, count: float) -> None:
+        """A worker's gradients of the sum over its targets are `found`, which may be changed in place."""
 
     def tensors(self, *, is_drained: bool = True) -> Iterator[tuple[Key, torch.Tensor]]:
         for name, gradient in self._own.items():

@@ -4,6 +4,7 @@ What the servers did is known from what workers were told (`served_record.py`). 
 in plain torch. For a gradient g that was computed with the weights v and meets the weights w, a updates later:
 
     [step] clip_norm      g := g min(1, clip_norm / |g|), by the worker
+    [codec]               g := what the worker sends of it (`served_codecs.py`)
     compensation λ        g := g + λ g ⊙ g ⊙ (w - v), where a > 0
     lr_scaling            the rate is divided by max(a, 1)
     update                the optimizer's, with that g and rate, on the elements that this server holds
@@ -24,8 +25,9 @@ from torch import nn
 
 from weft.errors import VerifyError
 from weft.plan.plan import Plan
-from weft.verification.one_process import Key, OneProcess, Recipe, trained_parameters
+from weft.verification.one_process import Key, OneProcess, Recipe, Updates, trained_parameters
 from weft.verification.served_batches import OwnBuffers, Tensors, clip
+from weft.verification.served_codecs import PushedPart, WorkerCodec, masks_of, update_past_momentum
 from weft.verification.served_record import Step, WorkerRecord, orders_of
 
 Owned = list[dict[str, torch.Tensor]]
@@ -39,6 +41,8 @@ class Asked:
     worker: int
     """The one whose tensors are compared."""
     owned: Owned
+    coded: list[PushedPart]
+    """What a worker compresses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,10 +67,18 @@ class ReplayedTraining:
         self._model, self._plan, self._worker = model, plan, asked.worker
         self._trained = trained_parameters(model)
         weights = {name: one.detach() for name, one in self._trained.items()}
-        self._shards = [_Shard(weights, owned, plan, recipe) for owned in asked.owned]
+        # dgc has the momentum of what it sends, which an optimizer must not apply again.
+        past = masks_of(asked.coded, weights) if plan.codec.name == "dgc" else {}
+        self._shards = [_Shard(weights, owned, plan, recipe, past) for owned in asked.owned]
         num_workers = plan.axes.data_ranks
         self._buffers = OwnBuffers(model, num_workers)
         alone = replace(plan, step=replace(plan.step, clip_norm=0.0))
+        self._codecs: list[WorkerCodec] = []
+        """Of every worker, if what it sends is compressed."""
+        if asked.coded:
+            optimizer, names = Updates(self._trained, plan, recipe).optimizer, list(self._trained)
+            workers = range(num_workers)
+            self._codecs = [WorkerCodec(plan, asked.coded, optimizer, names, worker) for worker in workers]
         self._workers = [OneProcess(model, alone, recipe, data_ranks=[number]) for number in range(num_workers)]
         self._seen: list[_Seen] = []
         self._num_looked = 0
@@ -89,6 +101,8 @@ class ReplayedTraining:
                 is_stuck = False
                 next_step[worker] += 1
                 waiting[worker, step], losses[worker, step] = self._compute(worker, versions, batches[step])
+                if self._codecs and record.is_made[step]:
+                    waiting[worker, step] = self._sent(worker, step, waiting[worker, step], losses[worker, step][1])
             if is_stuck:
                 raise VerifyError("servers sent weights of versions that they had not made yet")
             self._update(orders, records, waiting)
@@ -123,6 +137,10 @@ class ReplayedTraining:
         count = process.num_targets[0]
         gradients = {} if not count else {n: p.grad for n, p in self._trained.items() if p.grad is not None}
         clip(gradients, self._plan.step.clip_norm)
+        if self._codecs and count:
+            sums = {name: one * count for name, one in gradients.items()}
+            self._codecs[worker].clip(sums, count)
+            gradients = {name: one / count for name, one in sums.items()}
         if worker == self._worker:
             buffers = {name: one.double().clone() for name, one in self._model.named_buffers()}
             kept = {name: one.clone() for name, one in gradients.items()}
@@ -130,6 +148,12 @@ class ReplayedTraining:
         for parameter in self._trained.values():
             parameter.grad = None  # the next one begins with others
         return gradients, (loss, count)
+
+    def _sent(self, worker: int, step: int, gradients: Tensors, count: float) -> Tensors:
+        """What servers get of a mean gradient over so many targets."""
+        sums = {name: one * count for name, one in gradients.items()}
+        sent = self._codecs[worker].send(step, sums, self._trained)
+        return {name: one / count for name, one in sent.items()}
 
     def _update(
         self, orders: Sequence[Sequence[Step]], records: Sequence[WorkerRecord], waiting: Mapping[Step, Tensors]
@@ -203,7 +227,14 @@ class ReplayedTraining:
 class _Shard:
     """What one server holds, and how it updates that."""
 
-    def __init__(self, weights: Tensors, owned: Mapping[str, torch.Tensor], plan: Plan, recipe: Recipe) -> None:
+    def __init__(
+        self,
+        weights: Tensors,
+        owned: Mapping[str, torch.Tensor],
+        plan: Plan,
+        recipe: Recipe,
+        past_momentum: Mapping[str, torch.Tensor],
+    ) -> None:
         self._owned, self._server = owned, plan.server
         self._held = {name: nn.Parameter(self._cut(name, weights[name]).clone()) for name in owned}
         groups = recipe.groups or (lambda name, shape: {})
@@ -211,6 +242,7 @@ class _Shard:
         self._optimizer = recipe.optimizer(listed or [{"params": []}])
         self._rates = [group["lr"] for group in self._optimizer.param_groups]
         self._schedule = recipe.schedule or (lambda step: 1.0)
+        self._past_momentum = {name: self._cut(name, past_momentum[name]) for name in owned if name in past_momentum}
         self.version = 0
         self.needed: set[int] = set()
         """Versions that some worker had."""
@@ -228,7 +260,7 @@ class _Shard:
         factor = self._schedule(step) / (max(age, 1) if self._server.lr_scaling == "staleness" else 1)
         for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * factor
-        self._optimizer.step()
+        update_past_momentum(self._optimizer.step, self._optimizer, self._held, self._past_momentum)
         self.version += 1
         if self.version in self.needed:
             self._kept[self.version] = self._copy()

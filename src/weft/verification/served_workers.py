@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from typing import Any
 
 import torch
@@ -18,13 +18,18 @@ import torch.distributed as dist
 from torch import nn
 
 from weft.comm.objects import gather_values
-from weft.errors import PlanError, VerifyError
+from weft.errors import VerifyError
 from weft.layout import Layout, Split
 from weft.mesh import Mesh
+from weft.plan.exchange.coded_tensor import is_coded
+from weft.plan.exchange.push_format import rows_together
 from weft.plan.plan import Codec, Plan
 from weft.server.worker_mesh import WorkerMesh, ranks_of_run
 from weft.sync.served import ServedSync
+from weft.sync.served_tensors import name_of
 from weft.training.trainer import Trainer
+from weft.verification.compression.parts import places_of
+from weft.verification.served_codecs import PushedPart
 from weft.verification.served_replay import Asked, Owned
 from weft.verification.verdict import KINDS, Cause, Deviation, Difference, Finding, Verification
 
@@ -35,12 +40,7 @@ def ranks_to_verify(plan: Plan) -> int:
 
 
 def comparable_with_servers(plan: Plan) -> tuple[Plan, list[str]]:
-    """The plan of servers as it is compared, and notes of what is left out. Raises PlanError where no rule is known."""
-    if plan.codec.name not in ("none", "half"):
-        raise PlanError(
-            f'verify does not know what servers make of gradients that [codec] name = "{plan.codec.name}" compressed; '
-            "verify the plan without [codec]"
-        )
+    """The plan of servers as it is compared, and notes of what is left out. What `half` rounds is measured instead."""
     notes = []
     if plan.server.backups:
         notes.append(
@@ -50,8 +50,8 @@ def comparable_with_servers(plan: Plan) -> tuple[Plan, list[str]]:
         plan = dataclasses.replace(plan, server=dataclasses.replace(plan.server, backups=0))
     if plan.server.pull != "master":
         notes.append(f'weights were not rounded on their way: [server] pull = "master" instead of "{plan.server.pull}"')
-    exact = dataclasses.replace(plan, server=dataclasses.replace(plan.server, pull="master"), codec=Codec())
-    return exact, notes
+    codec = Codec() if plan.codec.name == "half" else plan.codec
+    return dataclasses.replace(plan, server=dataclasses.replace(plan.server, pull="master"), codec=codec), notes
 
 
 def require_same_model(model: nn.Module | None, mesh: Mesh) -> None:
@@ -71,8 +71,9 @@ def require_same_model(model: nn.Module | None, mesh: Mesh) -> None:
 
 
 def ask_workers(trainer: Trainer) -> Asked:
-    """Which worker this is, and which elements each server has; collective among the worker's ranks."""
-    mesh, sync = trainer.mesh, trainer.sync
+    """Which worker this is, which elements each server has, and what is compressed; collective among the worker's
+    ranks."""
+    mesh, sync, codec = trainer.mesh, trainer.sync, trainer.plan.codec
     assert isinstance(sync, ServedSync)
     worker = trainer.data_rank  # after this, the worker has joined
     sizes, coordinates = mesh.grid.axes.sizes, mesh.grid.coordinates(mesh.world.rank)
@@ -86,8 +87,35 @@ def ask_workers(trainer: Trainer) -> Asked:
         [piece.name, list(piece.layout.global_shape), piece.layout.ranges(sizes, coordinates), inside]
         for piece, inside in zip(sync.pieces, held, strict=True)
     ]
-    gathered = gather_values(mine, mesh.everyone("control"))
-    return Asked(worker=worker, owned=_owned([row for rows in gathered for row in rows], len(sync.places)))
+    coded = [
+        [
+            [piece.name, name_of(piece.name, piece.layout, mesh), rows_together(codec, piece.tensor.shape)],
+            [astuple(one) for one in piece.layout.runs(sizes, coordinates)],
+            inside,
+        ]
+        for piece, inside in zip(sync.pieces, held, strict=True)
+        if codec.name != "none" and is_coded(codec, piece.tensor.shape)
+    ]
+    gathered = gather_values([mine, coded], mesh.everyone("control"))
+    return Asked(
+        worker=worker,
+        owned=_owned([row for rows, _ in gathered for row in rows], len(sync.places)),
+        coded=_coded([row for _, rows in gathered for row in rows]),
+    )
+
+
+def _coded(rows: Sequence[Any]) -> list[PushedPart]:
+    """`rows`: of a rank's part of a tensor that is compressed its names and columns, runs, and servers of ranges. Parts
+    that several ranks have are one."""
+    found: dict[str, PushedPart] = {}
+    for (name, part_name, num_columns), runs, inside in rows:
+        places = places_of(runs)
+        for _, start, stop in inside:
+            is_whole = stop - start == places.numel()
+            drawn_as = part_name if is_whole else f"{part_name}[{start}:{stop}]"
+            part = PushedPart(name=name, drawn_as=drawn_as, num_columns=num_columns, places=places[start:stop])
+            found.setdefault(drawn_as, part)
+    return list(found.values())
 
 
 def _owned(rows: Sequence[Any], num_servers: int) -> Owned:

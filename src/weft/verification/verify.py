@@ -82,7 +82,9 @@ def verify(
         model = copy.deepcopy(model)
         fill_alone(model, draw_seed(), torch.device("cpu"))
     if is_served(plan):
-        exact, notes = comparable_with_servers(plan)
+        plan, notes = with_compression(plan, num_steps=len(batches))
+        exact, more_notes = comparable_with_servers(plan)
+        notes = [*notes, *more_notes]
         waits = dataclasses.replace(plan.server, backups=0)  # also where rounding is measured: all are waited for
         plan = dataclasses.replace(plan, server=waits)
     else:
@@ -92,7 +94,9 @@ def verify(
     exact = dataclasses.replace(exact, precision=Precision())
     cast = _cast(batches, dtype)
 
-    def make_trainer(model: nn.Module, plan: Plan, recipe: Recipe, batches: Sequence[Any]) -> Trainer:
+    def make_trainer(
+        model: nn.Module, plan: Plan, recipe: Recipe, batches: Sequence[Any], mesh: Mesh | None = mesh
+    ) -> Trainer:
         given = {field.name: getattr(recipe, field.name) for field in dataclasses.fields(recipe)}
         # One microbatch, so that pipelines need not trace the model again in the first step.
         of_one_rank = max(split_microbatches(batches[0][0], plan.axes.data_ranks), key=num_samples)
@@ -114,7 +118,9 @@ def verify(
         single = _cast(batches, torch.float32)
         if plan.codec.name != "half":  # what others change by their rule is no rounding
             plan = dataclasses.replace(plan, codec=Codec())
-        with silence.replacements, make_trainer(_copy_without_dropout(model), plan, recipe, single) as trainer:
+        again = mesh_used if is_served(plan) else mesh  # workers have met, and are worlds of their own by now
+        narrow = _copy_without_dropout(model)
+        with silence.replacements, make_trainer(narrow, plan, recipe, single, again) as trainer:
             reference: OneProcess | LocalReplicas | None = None
             place = trainer.mesh.world.device
             worker = trainer.data_rank if is_served(plan) else None

@@ -27,7 +27,7 @@ from weft.layout import Layout
 from weft.parallel.zero.grouping import torch_dtype
 from weft.plan.partition.flat_buffers import FlatBuffer
 
-_PLACEHOLDER_NUMEL = 7919
+PLACEHOLDER_NUMEL = 7919
 """A prime that no layer is likely to have as a width."""
 
 
@@ -78,7 +78,7 @@ class FlatParameters:
         self._views = self.member_views(self.whole)
         self._placeholder = self.whole.new_empty(0)
         if self.whole.is_floating_point():
-            self._placeholder = self.whole.new_full((1,), float("nan")).expand(_PLACEHOLDER_NUMEL)
+            self._placeholder = self.whole.new_full((1,), float("nan")).expand(PLACEHOLDER_NUMEL)
         self._num_bytes = self.whole.nbytes
         self.lend()
         self.is_whole = True

@@ -46,7 +46,7 @@ class OverlappedGather:
         self._intercepting_class = intercepting_class(self._before_use)
         self._has_plain_parameters = all(type(parameter) is nn.Parameter for parameter in flat.parameters)
         flat.withdraw()
-        self._num_own_references = _num_references(flat.whole)
+        self._num_own_references = num_references(flat.whole)
         flat.lend()
         wait_before_leaving(self)
 
@@ -62,7 +62,7 @@ class OverlappedGather:
         if flat.group.size == 1:
             return
         flat.withdraw()
-        can_wait = self._has_plain_parameters and _num_references(flat.whole) == self._num_own_references
+        can_wait = self._has_plain_parameters and num_references(flat.whole) == self._num_own_references
         pending = flat.start_refresh()
         if not can_wait:
             pending.wait()
@@ -144,7 +144,7 @@ class _WaitBefore:
         return _WaitBefore, ()
 
 
-def _num_references(tensor: torch.Tensor) -> int:
+def num_references(tensor: torch.Tensor) -> int:
     """The number of tensors, arrays and storages, in Python or elsewhere, that share a tensor's memory."""
     storage = tensor.untyped_storage()
     # All storages in Python are one object, which counts once.

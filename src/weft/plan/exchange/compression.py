@@ -1,8 +1,8 @@
 """How much a run compresses what its replicas exchange: dense bytes in float32 over the bytes that a rank sends.
 
 *Dense* is what the same ranks would send if they all-reduced every gradient in float32 after every step, so local steps
-count too. *Sent* is everything that a rank sends to its counterparts in other replicas, whole run, warm-up included:
-messages, small tensors as they are, the tail.
+count too; workers of servers would send theirs once. *Sent* is everything that a rank sends to its counterparts in
+other replicas, or to servers, whole run, warm-up included: messages, small tensors as they are, the tail.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 from weft.plan.exchange.gradient_exchange import INSIDE
 from weft.plan.partition.host_levels import BETWEEN_HOSTS, find_host_place
+from weft.plan.partition.one_worker import is_served
 from weft.plan.partition.replicas import state_axes
+from weft.plan.partition.served_wire import SERVERS
 from weft.plan.partition.wire import sent_bytes
 from weft.plan.plan import Plan
 
@@ -25,6 +27,8 @@ class Compression:
 
     dense_bytes: int
     sent_bytes: int
+    is_served: bool = False
+    """Gradients were sent to servers, each once, and not to other replicas."""
 
     @property
     def ratio(self) -> float:
@@ -33,6 +37,8 @@ class Compression:
 
 def exchanging_axes(plan: Plan) -> tuple[str, ...]:
     """The axes under which the bytes between replicas are counted; what stays inside a host is not."""
+    if is_served(plan):
+        return (SERVERS,)
     if plan.replica_axis is not None:
         return (plan.replica_axis,)
     if plan.data.shard != "nothing":
@@ -50,6 +56,8 @@ def num_exchanging(plan: Plan) -> int:
 def dense_bytes(numel: int, plan: Plan, *, num_steps: int, hosts: Sequence[int] = ()) -> int:
     """Bytes that a rank would send in so many steps without compression; `numel` elements are its part of gradients.
     Where codecs act between hosts, what leaves its host: it would exchange the slice that it compresses."""
+    if is_served(plan):
+        return num_steps * numel * _FLOAT32_BYTES
     place = find_host_place(plan, hosts, 0)
     size = num_exchanging(plan) if place is None else len(place.places)
     mine = numel if place is None else -(-numel // len(place.places[0]))

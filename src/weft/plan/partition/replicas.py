@@ -20,9 +20,11 @@ from weft.plan.in_process_refusals import (
     REPLICAS_IN_SEVERAL_PROCESSES,
     REPLICAS_OF_SEVERAL_RANKS,
     REPLICAS_THAT_NEVER_DIFFER,
+    SERVERS_IN_PROCESS,
     UNCOUNTED_REPLICAS,
 )
 from weft.plan.late_merges import merges_late
+from weft.plan.partition.one_worker import is_served
 from weft.plan.plan import ALL, AXES, Axes, Plan
 
 
@@ -68,6 +70,9 @@ def in_process_problems(plan: Plan, *, num_processes: int = 1) -> Iterator[str]:
     """Every reason why the replicas of this plan cannot run in one process, one after the other."""
     if num_processes > 1:
         yield REPLICAS_IN_SEVERAL_PROCESSES.message(num_processes=num_processes)
+    if is_served(plan):
+        yield SERVERS_IN_PROCESS.message(plan)
+        return
     if plan.replica_axis is None and plan.codec.name == "none":
         if plan.axes.data == ALL or plan.axes.num_ranks > 1:
             many = "one per rank" if plan.axes.data == ALL else plan.axes.data_ranks * plan.step.microbatches

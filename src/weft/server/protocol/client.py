@@ -2,13 +2,16 @@
 
 All waiting is here. Whoever waits for weights takes part in what else has to be said meanwhile, and learns by an error
 what a person has to mend: a server that nobody answers at, one that refuses this worker, one that is gone.
+
+Weights may be used as they come: then they are received in the background (`background.py`), and nothing else is sent
+or received until all of them are here.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -16,6 +19,7 @@ import torch
 
 from weft.comm.group import Traffic
 from weft.errors import LaunchError
+from weft.server.protocol.background import Background
 from weft.server.protocol.connection import Lost, ServerConnection
 from weft.server.protocol.keys import JobKey
 from weft.server.protocol.message import Buffer, Commit, Message
@@ -52,10 +56,13 @@ class ServerClient:
         self._connection = ServerConnection(addresses, key, traffic=traffic)
         self._warned: set[int] = set()
         """Servers whose silence was told."""
+        self._background = Background()
+        self._is_closing = False
         try:
             self._say(rank.hello())
             self._join(join_timeout_s)
         except BaseException:
+            self._background.close()
             self._connection.close()
             raise
         self._connection.begin_heartbeat(rank.alive)
@@ -67,28 +74,51 @@ class ServerClient:
 
     def push_frames(self, server: int, bucket: int, frames: Sequence[Buffer]) -> None:
         """Send a bucket of this clock's gradients that was packed (`pushes.py`); as `push`."""
+        self._background.wait()
         self._connection.send(self.rank.push(server, bucket, frames))
 
     def commit(self, said: Commit) -> None:
         """All gradients of this clock were pushed."""
+        self._background.wait()
         self._say(self.rank.commit(said))
 
     def wait_for_weights(self, *, timeout_s: float) -> None:
         """Return when all weights of the next clock are here; raises LaunchError if they do not come."""
         self._until(lambda: self.rank.state == State.HERE, timeout_s, self._no_weights)
 
-    def wait_for_bucket(self, server: int, bucket: int, *, timeout_s: float) -> None:
-        """Return when a bucket of the next clock's weights is here."""
-        self._until(lambda: self.rank.has_bucket(server, bucket), timeout_s, self._no_weights)
+    def wait_for_clock(self, *, timeout_s: float) -> None:
+        """Return when all servers have begun the next clock: its weights are on their way."""
+        self._until(lambda: self.rank.has_begun, timeout_s, self._no_weights)
+
+    def use_weights(self, *, timeout_s: float) -> None:
+        """Use the weights of this clock from now on, of which the others come in the background."""
+        self.rank.use()
+        if self.rank.state != State.HERE:
+            self._background.start(lambda: self.wait_for_weights(timeout_s=timeout_s))
+
+    def wait_for_buckets(self, buckets: Collection[tuple[int, int]]) -> None:
+        """Return when these buckets, by server and number, of the weights that are in use are here."""
+        self._background.wait_for(lambda: self._has(buckets))
+        if not self._has(buckets):
+            raise LaunchError("this worker has left its run before all weights came; read weights before it leaves")
+
+    def _has(self, buckets: Collection[tuple[int, int]]) -> bool:
+        return all(self.rank.has_bucket(*one) for one in buckets)
+
+    def wait_for_all(self) -> None:
+        """Return when all weights that are in use are here."""
+        self._background.wait()
 
     def fetch_state(self, *, timeout_s: float) -> Iterator[tuple[int, int, torch.Tensor, PartState]]:
         """Server, part, weights and the optimizer's state of all that this rank holds; of one version on all servers
         where they have common ones, which others may be about to leave."""
+        self._background.wait()
+        asked = self.rank.state_of_optimizer
         while True:
             self._say(self.rank.ask_state())
-            self._until(lambda: self.rank.has_state and self.rank.state == State.HERE, timeout_s, self._no_weights)
-            if not self.rank.settings.is_sync or len(self.rank.state_versions) <= 1:
-                return self.rank.take_state()
+            self._until(lambda: asked.is_here and self.rank.state == State.HERE, timeout_s, self._no_weights)
+            if not self.rank.settings.is_sync or len(asked.versions) <= 1:
+                return asked.hand_over()
 
     @property
     def exchanged_bytes(self) -> list[tuple[int, int]]:
@@ -99,6 +129,8 @@ class ServerClient:
 
     def close(self) -> None:
         """Leave the run."""
+        self._is_closing = True
+        self._background.close()
         self._say(self.rank.leave())
         self._connection.close()
 
@@ -137,11 +169,15 @@ class ServerClient:
             if left_s <= 0:
                 raise LaunchError(problem())
             found = self._connection.receive(min(left_s, _LOOK_S))
-            if isinstance(found, Lost):
-                self._say(self.rank.hello_again(found.server))
-            elif found is not None:
-                self._say(self.rank.receive(found))
-            else:
+            if self._is_closing:
+                return
+            with self._background.changed:
+                if isinstance(found, Lost):
+                    self._say(self.rank.hello_again(found.server))
+                elif found is not None:
+                    self._say(self.rank.receive(found))
+                self._background.changed.notify_all()
+            if found is None:
                 self._require_servers()
             if self.rank.refused is not None:
                 raise LaunchError(self.rank.refused)

@@ -30,6 +30,18 @@ def frame_of(tensor: torch.Tensor) -> Buffer:
     return plain.numpy().data.cast("B")
 
 
+@torch.no_grad()
+def write_frame(values: torch.Tensor, frame: Buffer, dtype: str) -> None:
+    """Write a frame to contiguous values. On the host, and in the same format, this thread does it alone: another one
+    may be computing on all cores."""
+    if values.device.type != "cpu" or str(values.dtype) != f"torch.{dtype}":
+        values.copy_(tensor_of(frame, dtype))
+        return
+    if len(frame):
+        plain = values.view(torch.uint16) if values.dtype == torch.bfloat16 else values
+        np.copyto(plain.numpy(), np.frombuffer(frame, dtype=_NUMPY[dtype]))
+
+
 def send_frames(socket: Any, frames: Sequence[Buffer]) -> Callable[[], bool]:
     """Send a message; returns what says whether none of its frames is read any more. (pyzmq's own `send_multipart`
     tells that of the last frame alone.)"""

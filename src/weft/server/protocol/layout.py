@@ -21,6 +21,10 @@ class ServerLayout:
     """Numbers of the parts in each message, buckets in the order of the forward pass."""
     pushes: tuple[PushFormat, ...] = field(compare=False, repr=False)
     """How the gradients of each bucket travel."""
+    fixed_parts: tuple[ServedPart, ...] = ()
+    """Of what is not trained."""
+    fixed_buckets: tuple[tuple[int, ...], ...] = ()
+    """Numbers of these parts in each message."""
 
     @classmethod
     def of(cls, settings: Settings, server: int) -> ServerLayout:
@@ -30,7 +34,25 @@ class ServerLayout:
         buckets = assign_buckets(settings.tensors, parts, bucket_bytes=settings.bucket_bytes)
         codec, tensors, dtypes = settings.compression, settings.tensors, settings.dtypes
         pushes = tuple(PushFormat(codec, tensors, dtypes, [parts[one] for one in bucket]) for bucket in buckets)
-        return cls(settings=settings, server=server, parts=parts, buckets=buckets, pushes=pushes)
+        fixed = assign_parts(settings.fixed, settings.num_servers, most_bytes=settings.bucket_bytes)[server]
+        return cls(
+            settings=settings,
+            server=server,
+            parts=parts,
+            buckets=buckets,
+            pushes=pushes,
+            fixed_parts=fixed,
+            fixed_buckets=assign_buckets(settings.fixed, fixed, bucket_bytes=settings.bucket_bytes),
+        )
+
+    def fixed_holders(self, bucket: int) -> tuple[int, ...]:
+        """The ranks of a worker that have a bucket of what is not trained; the first of them sends its values."""
+        return self.settings.fixed[self.fixed_parts[self.fixed_buckets[bucket][0]].tensor].holders
+
+    def fixed_bytes(self, bucket: int) -> tuple[int, ...]:
+        """The lengths of the frames of a bucket of what is not trained."""
+        parts = [self.fixed_parts[part] for part in self.fixed_buckets[bucket]]
+        return tuple(part.numel * self.settings.fixed[part.tensor].item_bytes for part in parts)
 
     def holders(self, bucket: int) -> tuple[int, ...]:
         """The ranks of a worker that need a bucket; the first of them sends its gradients."""
@@ -43,9 +65,10 @@ class ServerLayout:
 
     @property
     def longest_frame(self) -> int:
-        """Bytes of the longest frame of weights or gradients."""
+        """Bytes of the longest frame of tensors."""
         weights = [num_bytes for lengths in self.frame_bytes() for num_bytes in lengths]
-        return max([*weights, *(one.longest_frame for one in self.pushes)], default=0)
+        fixed = [num_bytes for bucket in range(len(self.fixed_buckets)) for num_bytes in self.fixed_bytes(bucket)]
+        return max([*weights, *fixed, *(one.longest_frame for one in self.pushes)], default=0)
 
     def dtype(self, part: int) -> str:
         """Of the master weights."""

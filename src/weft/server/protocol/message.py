@@ -25,8 +25,10 @@ OBJECT_BYTES = 16 << 20
 _HEADER = struct.Struct("<4sBxHQQIHHQQI4x")
 HEADER_BYTES = _HEADER.size
 _COMMIT = struct.Struct("<dddddQQIB3x")
-_BEGIN = struct.Struct("<IIQddQQQQIB3x")
+_BEGIN = struct.Struct("<IIQddQQQQIB3xQ16I")
 _NUMBER = struct.Struct("<d")
+NO_AGES = (0,) * 16
+"""No updates of any age."""
 _MOST_FRAMES = 65535
 
 
@@ -55,6 +57,10 @@ class Kind(IntEnum):
     """Another server has let this worker begin a later clock: it goes on with that one here, too."""
     PUSH_SHARED = 11
     """A PUSH whose gradients are in memory that the rank and the server share; `version` is its token."""
+    INITIAL_FIXED = 13
+    """First values of a bucket of what is not trained; before any first weights."""
+    ASK_FIXED = 14
+    """Send me what is not trained: this start of a worker has not had it."""
     WELCOME = 16
     """The answer to HELLO: JSON of what the server has."""
     REFUSED = 17
@@ -64,7 +70,7 @@ class Kind(IntEnum):
     WEIGHTS = 19
     """A bucket of weights for a clock."""
     GIVEN_UP = 20
-    """A worker's session is over for this server: say hello anew, in a new one."""
+    """A worker's session is over for this server: say hello anew, in that which `clock` names."""
     LATER = 21
     """The answer to HELLO: an earlier session is not over for all servers yet; say it again, in this session."""
     STATE = 22
@@ -73,6 +79,8 @@ class Kind(IntEnum):
     """The answer to ASK_RUN: JSON."""
     WEIGHTS_SHARED = 24
     """WEIGHTS that are in memory which the rank may read."""
+    FIXED = 26
+    """A bucket of what is not trained."""
     SERVES = 32
     """I am a server. `place` is the number of the server that says this and what follows."""
     JOINED = 33
@@ -91,6 +99,8 @@ class Kind(IntEnum):
     """By the first server: the norm over all servers."""
     KNOWN = 40
     """By the first server, in answer to SERVES: what it has decided that the other one does not know."""
+    ENDED = 41
+    """A worker has said at this server, or at another one, that it ends."""
 
 
 class Malformed(ValueError):
@@ -165,6 +175,10 @@ class Begin:
     """The last update was left out, because a gradient was not finite."""
     used: int = 0
     """The clock after this worker's last one that is in the weights: what it sent of others was dropped."""
+    num_dropped: int = 0
+    """Gradients of all workers so far that came too late for their version."""
+    ages: tuple[int, ...] = NO_AGES
+    """Updates so far by age, where each is made of one worker's gradient; the last number is of all older ones, too."""
 
 
 def pack_message(message: Message) -> list[Buffer]:
@@ -273,6 +287,8 @@ def pack_begin(begin: Begin) -> bytes:
         begin.used,
         begin.age,
         begin.is_skipped,
+        begin.num_dropped,
+        *begin.ages,
     )
 
 
@@ -281,7 +297,7 @@ def read_begin(message: Message) -> Begin:
     if len(message.frames) != 1 or len(message.frames[0]) != _BEGIN.size:
         raise Malformed(f"a beginning of {[len(one) for one in message.frames]} bytes instead of {_BEGIN.size}")
     unpacked = _BEGIN.unpack(message.frames[0])
-    index, num_workers, ticket, loss_sum, count, step, position, saved, used, age, is_skipped = unpacked
+    index, num_workers, ticket, loss_sum, count, step, position, saved, used, age, is_skipped, dropped, *ages = unpacked
     if index >= num_workers:
         raise Malformed(f"worker {index} of {num_workers}")
     return Begin(
@@ -296,6 +312,8 @@ def read_begin(message: Message) -> Begin:
         saved=saved,
         is_skipped=bool(is_skipped),
         used=used,
+        num_dropped=dropped,
+        ages=tuple(ages),
     )
 
 

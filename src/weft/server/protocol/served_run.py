@@ -34,7 +34,7 @@ class ServedRun:
     @property
     def seed(self) -> int:
         """Of the random numbers of all workers."""
-        return int(self.job.partition("-")[0], 16)
+        return seed_of(self.job)
 
     @property
     def start(self) -> int:
@@ -49,6 +49,11 @@ class ServedRun:
     def _start_of(self, attempt: int) -> int:
         text = f"{self.job}/{self.worker}/{attempt}/{self.drawn}"
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
+
+
+def seed_of(job: str) -> int:
+    """The seed that a run's name carries."""
+    return int(job.partition("-")[0], 16)
 
 
 def job_name(seed: int) -> str:

@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from weft.errors import PlanError
@@ -30,6 +30,8 @@ MOST_SERVERS = 1024
 MOST_PARTS = 1 << 20
 """Parts of tensors on all servers: what a hello claims takes no more memory than this many records."""
 MOST_ELEMENTS = 1 << 50
+_MASTER_BYTES, _FIXED_BYTES = (2, 4, 8), (1, 2, 4, 8, 16)
+"""Of an element of what is trained, and of anything else: integers, truth values, complex numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +63,13 @@ class Settings:
     optimizer: Spec
     splits: bool
     """Tensors are cut over servers."""
+    fixed: tuple[ServedTensor, ...] = ()
+    """What is not trained: frozen parameters and buffers, which all workers begin with."""
+    fixed_dtypes: tuple[str, ...] = ()
+    """Of these, by tensor."""
+    places: dict[str, Any] = field(default_factory=dict)
+    """Of each that a checkpoint has, by name: where it lies in which whole tensor (`sync/served_tensors.py`). Servers
+    keep it with their snapshots, and do not look at it."""
 
     @property
     def is_sync(self) -> bool:
@@ -79,13 +88,15 @@ class Settings:
 
     def as_object(self) -> dict[str, Any]:
         """Plain values, for HELLO."""
-        return {**asdict(self), "tensors": [list(asdict(one).values()) for one in self.tensors]}
+        rows = {name: [list(asdict(one).values()) for one in getattr(self, name)] for name in ("tensors", "fixed")}
+        return {**asdict(self), **rows}
 
 
 _FIELDS: dict[str, type | tuple[type, ...]] = {
     "job": str, "weft": str, "mode": str, "num_servers": int, "num_workers": int, "num_ranks": int, "staleness": int,
     "backups": int, "compensation": (int, float), "lr_scaling": str, "clip_norm": (int, float), "bucket_bytes": int,
     "pull": str, "codec": dict, "tensors": list, "dtypes": list, "optimizer": dict, "splits": bool,
+    "fixed": list, "fixed_dtypes": list, "places": dict,
 }  # fmt: skip
 _COUNTS = ("num_servers", "num_workers", "num_ranks", "bucket_bytes")
 
@@ -105,23 +116,40 @@ def read_settings(message: Message) -> Settings:
         raise Malformed("no such mode")
     if values["pull"] not in PULLS:
         raise Malformed("no such format of weights")
-    tensors = tuple(_tensor(one, values["num_ranks"]) for one in values["tensors"])
-    if len({one.name for one in tensors}) != len(tensors):
+    tensors = tuple(_tensor(one, values["num_ranks"], _MASTER_BYTES) for one in values["tensors"])
+    fixed = tuple(_tensor(one, values["num_ranks"], _FIXED_BYTES) for one in values["fixed"])
+    together = (*tensors, *fixed)
+    if len({one.name for one in together}) != len(together):
         raise Malformed("two tensors have one name")
-    pieces = sum(one.num_bytes // max(values["bucket_bytes"], one.row_numel * one.item_bytes) for one in tensors)
-    if pieces + len(tensors) * values["num_servers"] > MOST_PARTS:
+    pieces = sum(one.num_bytes // max(values["bucket_bytes"], one.row_numel * one.item_bytes) for one in together)
+    if pieces + len(together) * values["num_servers"] > MOST_PARTS:
         raise Malformed("more parts than there can be")
     if len(values["dtypes"]) != len(tensors) or not all(one in DTYPES for one in values["dtypes"]):
         raise Malformed("dtypes do not fit the tensors")
     for dtype, one in zip(values["dtypes"], tensors, strict=True):
         if item_bytes(dtype) != one.item_bytes:
             raise Malformed(f"tensor {one.name!r} has elements of {one.item_bytes} bytes and is {dtype}")
+    fixed_dtypes = values["fixed_dtypes"]
+    if len(fixed_dtypes) != len(fixed) or not all(isinstance(one, str) and len(one) < 32 for one in fixed_dtypes):
+        raise Malformed("dtypes do not fit what is not trained")
+    if any(one.is_coded or one.row_numel > 1 for one in fixed):
+        raise Malformed("what is not trained is not compressed")
+    if not set(values["places"]) <= {one.name for one in together} or not all(
+        map(_is_place, values["places"].values())
+    ):
+        raise Malformed("places of other tensors, or none")
     for name in ("compensation", "clip_norm"):
         if not 0 <= values[name] < math.inf:
             raise Malformed(f"{name} is {values[name]}")
     _require_optimizer(values["optimizer"], {one.name for one in tensors})
     _require_codec(values["codec"], tensors)
-    return Settings(**{**values, "tensors": tensors, "dtypes": tuple(values["dtypes"])})
+    dtypes = {"dtypes": tuple(values["dtypes"]), "fixed_dtypes": tuple(fixed_dtypes)}
+    return Settings(**{**values, **dtypes, "tensors": tensors, "fixed": fixed})
+
+
+def _is_place(found: Any) -> bool:
+    kinds = (str, list, list)
+    return isinstance(found, list) and len(found) == len(kinds) and all(map(isinstance, found, kinds))
 
 
 def _require_codec(found: dict[str, Any], tensors: Sequence[ServedTensor]) -> None:
@@ -155,13 +183,13 @@ def _require_optimizer(spec: Any, names: set[str]) -> None:
             names.discard(name)
 
 
-def _tensor(value: Any, num_ranks: int) -> ServedTensor:
+def _tensor(value: Any, num_ranks: int, sizes: Sequence[int]) -> ServedTensor:
     if not isinstance(value, list) or len(value) != 6 or not isinstance(value[0], str):
         raise Malformed("a tensor that is none")
     name, numel, item_bytes, row_numel, holders, is_coded = value
     if not all(isinstance(one, int) and not isinstance(one, bool) for one in (numel, item_bytes, row_numel)):
         raise Malformed(f"tensor {name!r} has no size")
-    if not 0 <= numel <= MOST_ELEMENTS or item_bytes not in (2, 4, 8) or not 1 <= row_numel <= max(numel, 1):
+    if not 0 <= numel <= MOST_ELEMENTS or item_bytes not in sizes or not 1 <= row_numel <= max(numel, 1):
         raise Malformed(f"tensor {name!r} has {numel} elements of {item_bytes} bytes in rows of {row_numel}")
     is_list = isinstance(holders, list) and all(isinstance(one, int) and 0 <= one < num_ranks for one in holders)
     if not is_list or not holders or len(set(holders)) != len(holders):
@@ -184,7 +212,9 @@ def difference(ours: Settings, theirs: Settings) -> str | None:
         return f'this server is of job "{ours.job}", not of "{theirs.job}"; give the address and key of your own job'
     if ours.weft != theirs.weft:
         return f"this server runs weft {ours.weft}, you run {theirs.weft}; install the same version everywhere"
-    if (one := _tensor_difference(ours.tensors, theirs.tensors, ours.dtypes, theirs.dtypes)) is not None:
+    of_both = (ours.tensors, theirs.tensors, ours.dtypes, theirs.dtypes, "a trained parameter")
+    fixed = (ours.fixed, theirs.fixed, ours.fixed_dtypes, theirs.fixed_dtypes, "a frozen parameter or buffer")
+    if (one := _tensor_difference(*of_both) or _tensor_difference(*fixed)) is not None:
         return one
     a, b = ours.as_object(), theirs.as_object()
     for name in a:
@@ -192,6 +222,13 @@ def difference(ours: Settings, theirs: Settings) -> str | None:
             for field in sorted({*ours.codec, *theirs.codec}):
                 if ours.codec.get(field) != theirs.codec.get(field):
                     return _other(f"[codec] {field}", ours.codec.get(field), theirs.codec.get(field))
+        elif name == "places" and a[name] != b[name]:
+            other = next(one for one in {**a[name], **b[name]} if a[name].get(one) != b[name].get(one))
+            shapes = [str(of.get(other, ["", None])[1]) for of in (b[name], a[name])]
+            return (
+                f'the model is another one: "{other}" has shape {shapes[0]} here and {shapes[1]} in the run that is to '
+                "be joined (None: it is in no checkpoint)"
+            )
         elif name == "optimizer" and a[name] != b[name]:
             if ours.optimizer.get("class") != theirs.optimizer.get("class"):
                 return _other("the optimizer", ours.optimizer.get("class"), theirs.optimizer.get("class"))
@@ -206,12 +243,16 @@ def _other(name: str, ours: object, theirs: object) -> str:
 
 
 def _tensor_difference(
-    ours: Sequence[ServedTensor], theirs: Sequence[ServedTensor], our_dtypes: Sequence[str], their_dtypes: Sequence[str]
+    ours: Sequence[ServedTensor],
+    theirs: Sequence[ServedTensor],
+    our_dtypes: Sequence[str],
+    their_dtypes: Sequence[str],
+    what: str,
 ) -> str | None:
     known = {one.name: (one, dtype) for one, dtype in zip(ours, our_dtypes, strict=True)}
     for one, dtype in zip(theirs, their_dtypes, strict=True):
         if one.name not in known:
-            return f'the model is another one: the run that is to be joined has no parameter "{one.name}"'
+            return f'the model is another one: "{one.name}" is not {what} in the run that is to be joined'
         other, other_dtype = known[one.name]
         if (one.numel, dtype) != (other.numel, other_dtype):
             return (
@@ -220,5 +261,5 @@ def _tensor_difference(
             )
     if len(ours) != len(theirs):
         missing = next(one.name for one in ours if one.name not in {other.name for other in theirs})
-        return f'the model is another one: the run that is to be joined has a parameter "{missing}" that is not here'
+        return f'the model is another one: "{missing}" is {what} in the run that is to be joined, and not here'
     return None

@@ -8,17 +8,25 @@ from a snapshot: a server that has lost it gets it again. What is applied and no
 
 A clock's weights are *arriving*, then *here* while gradients are computed, then gradients are *sent*. What is said of a
 clock that is further already changes nothing.
+
+Gradients may be computed while weights are arriving (`use`). Servers send a clock's weights right behind its beginning,
+so the rest is of the same versions, unless a connection or a server is lost meanwhile. Synchronous servers then send
+the same again, a clock being a version there: what is here stays, and the rest is taken. Where the weights that come
+are others, or of a later clock, those in use are *torn*: all are taken anew, and what was computed must not be sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import Enum
 
 import torch
 
-from weft.server.protocol.frames import frame_of, tensor_of
+from weft.server.protocol.asked_state import AskedState
+from weft.server.protocol.fixed import FixedExchange, FixedValues
+from weft.server.protocol.frames import frame_of, write_frame
+from weft.server.protocol.kept_messages import KeptMessages
 from weft.server.protocol.layout import ServerLayout
 from weft.server.protocol.message import (
     Begin,
@@ -32,7 +40,7 @@ from weft.server.protocol.message import (
     read_begin,
     read_object,
 )
-from weft.server.protocol.optimizer_state import PartState, pack_states, read_states
+from weft.server.protocol.optimizer_state import PartState, pack_states
 from weft.server.protocol.rank_share import RankShares
 from weft.server.protocol.settings import MASTER, Settings
 
@@ -65,13 +73,15 @@ class WorkerRank:
         progress: tuple[int, int] = (0, 0),
         earlier_starts: Sequence[int] = (),
         host: str = "",
+        fixed: FixedValues | None = None,
     ) -> None:
         """`weights`: by server and part, the flat views that weights are written to, and first values are read from;
         None for parts that this rank has not. `worker`: its number, or -1 to be given one. `start`: a random number of
         this start of the worker, the same on all its ranks. `gives_first`: first values are this worker's, where
         servers have none. `first_state`: the optimizer's of a server's part, where training goes on.
         `progress`: step and place in the data of first values. `earlier_starts`: those of this worker that are over,
-        for which servers need not wait. `host`: whose servers it shares memory with; empty for none."""
+        for which servers need not wait. `fixed`: what it does not train. `host`: whose servers it
+        shares memory with; empty for none."""
         self.settings, self.worker, self.place = settings, worker, place
         self.layouts = [ServerLayout.of(settings, server) for server in range(settings.num_servers)]
         self.session = start << SESSION_BITS
@@ -85,22 +95,22 @@ class WorkerRank:
         """Why a server refuses this worker for good."""
         self.welcomed: set[int] = set()
         """Servers at which this session is."""
+        self.is_torn = False
+        """The weights in use were not all of the versions that servers began this clock with."""
+        self._in_use = False
+        """Gradients are computed with those of this clock's weights that are here."""
         self.comes_back_s: dict[int, float] = {}
         """Seconds within which a server that died is started again, by what it said."""
         self._weights, self._gives_first, self._job = weights, gives_first, settings.digest
         self._first_state, self._progress, self._earlier_starts = first_state, progress, list(earlier_starts)
-        self._states: dict[tuple[int, int], Message] = {}
-        """What was answered, by server and bucket, to the question for the optimizer's state."""
-        self._missing_states: dict[int, set[int]] = {}
+        self._fixed = FixedExchange(self.layouts, place, fixed)
         self._missing: dict[int, set[int]] = {}
         """Buckets of this clock's weights that have not come, by server."""
-        self._kept: dict[int, dict[int, list[Message]]] = {}
-        """What was pushed, by clock and server; and where a clock was begun that the server did not expect."""
-        self._copied = [0] * settings.num_servers
-        """By server: what is kept of clocks before this one has memory of its own."""
+        self.kept = KeptMessages(settings.num_servers)
         self._expected = [
             {bucket for bucket in range(len(one.buckets)) if place in one.holders(bucket)} for one in self.layouts
         ]
+        self.state_of_optimizer = AskedState(self.layouts, self._expected)
         pull = None if settings.pull == MASTER else settings.pull
         self._pull_bytes = [one.frame_bytes(pull) for one in self.layouts]
         self.shares = RankShares(self.layouts, place, host)
@@ -117,13 +127,13 @@ class WorkerRank:
         self.shares.forget(server)
         return [self._hello_to(server)]
 
-    def hello_anew(self) -> list[Message]:
-        """In a new session, because a server has ended the old one."""
-        self.session += 1
+    def hello_anew(self, session: int | None = None) -> list[Message]:
+        """In a new session, because a server has ended the old one, and named the next."""
+        self.session = self.session + 1 if session is None else session
         self.welcomed = set()
         self.shares.forget_all()
         if self.state == State.ARRIVING:
-            self._await_all()
+            self._await_again()
         return self.hello()
 
     def receive(self, message: Message) -> list[Message]:
@@ -133,14 +143,14 @@ class WorkerRank:
         if message.kind == Kind.REFUSED:
             self.refused = str(read_object(message, {"why": str})["why"])
             return []
+        if message.kind == Kind.GIVEN_UP:
+            return self._take_session(message.clock)
         if message.session != self.session or message.job != self._job:
             return []  # of an earlier session
         if message.kind == Kind.WELCOME:
             return self._welcome(message)
         if message.kind == Kind.LATER:
             return [self._hello_to(message.server)]
-        if message.kind == Kind.GIVEN_UP:
-            return self.hello_anew()
         if message.kind == Kind.BEGIN:
             return self._begin(message)
         if message.kind == Kind.WEIGHTS:
@@ -148,47 +158,40 @@ class WorkerRank:
         elif message.kind == Kind.WEIGHTS_SHARED:
             return self._take_shared(message)
         elif message.kind == Kind.STATE:
-            self._take_state(message)
+            self.state_of_optimizer.take(message)
+        elif message.kind == Kind.FIXED:
+            self._fixed.take(message)
+            self._look()
         elif message.kind != Kind.ALIVE:
             raise Malformed(f"{message.kind.name} is not for workers")
         return []
 
+    @property
+    def has_begun(self) -> bool:
+        """All servers have begun this clock."""
+        return self.state != State.SENT and len(self.begins) == len(self.layouts)
+
+    def use(self) -> None:
+        """Gradients are computed from now on, with the weights of this clock that are here, and the others as they
+        come."""
+        self._in_use, self.is_torn = True, False
+
     def has_bucket(self, server: int, bucket: int) -> bool:
         """A bucket of this clock's weights is here."""
-        return self.state != State.ARRIVING or (server in self.begins and bucket not in self._missing[server])
-
-    @property
-    def has_state(self) -> bool:
-        """All that was asked of the optimizer's state is here."""
-        return not any(self._missing_states.values())
-
-    @property
-    def state_versions(self) -> set[int]:
-        """The versions of the weights that were asked for with the optimizer's state."""
-        return {message.version for message in self._states.values()}
-
-    def take_state(self) -> Iterator[tuple[int, int, torch.Tensor, PartState]]:
-        """Server, part, weights and the optimizer's state of all that this rank holds; once."""
-        states, self._states = self._states, {}
-        for (server, bucket), message in states.items():
-            layout = self.layouts[server]
-            parts = layout.buckets[bucket]
-            read = read_states(message, [layout.parts[part].numel for part in parts], skip=len(parts))
-            for place, (part, state) in enumerate(zip(parts, read, strict=True)):
-                yield server, part, tensor_of(message.frames[place], layout.dtype(part)), state
+        is_here = self._fixed.is_here and server in self.begins and bucket not in self._missing[server]
+        return self.state != State.ARRIVING or is_here
 
     # What this rank says.
 
     def ask_state(self) -> list[Message]:
         """Ask for the optimizer's state of what this rank holds."""
-        self._states = {}
-        self._missing_states = {server: set(expected) for server, expected in enumerate(self._expected)}
+        self.state_of_optimizer.begin()
         return [self._message(Kind.ASK_STATE, server, clock=self.clock) for server in range(len(self.layouts))]
 
     def push(self, server: int, bucket: int, frames: Sequence[Buffer]) -> Message:
         """A bucket of this clock's gradients, whose memory must stay as it is while it is kept."""
         message = self._message(Kind.PUSH, server, clock=self.clock, bucket=bucket, frames=tuple(frames))
-        return self._keep(message)
+        return self.kept.keep(message)
 
     def push_gradients(self, server: int, bucket: int, gradients: Sequence[torch.Tensor | None]) -> Message:
         """A bucket of this clock's gradients, None for a part without one: in memory that is shared with the server,
@@ -201,13 +204,12 @@ class WorkerRank:
 
     def commit(self, said: Commit) -> list[Message]:
         """Nothing more comes of this clock. How many buckets were pushed is filled in."""
-        pushed = self._kept.get(self.clock, {})
         found = []
         for server in range(len(self.layouts)):
-            num_buckets = sum(one.kind == Kind.PUSH for one in pushed.get(server, ()))
+            num_buckets = sum(one.kind == Kind.PUSH for one in self.kept.of(server, self.clock))
             frame = pack_commit(replace(said, num_buckets=num_buckets))
-            found.append(self._keep(self._message(Kind.COMMIT, server, clock=self.clock, frames=(frame,))))
-        self.state = State.SENT
+            found.append(self.kept.keep(self._message(Kind.COMMIT, server, clock=self.clock, frames=(frame,))))
+        self.state, self._in_use = State.SENT, False
         return found
 
     def alive(self) -> Message:
@@ -218,23 +220,12 @@ class WorkerRank:
         """This worker ends."""
         return [self._message(Kind.LEAVE, server) for server in range(len(self.layouts))]
 
-    def is_kept(self, server: int, clock: int) -> bool:
-        """What was pushed to a server in a clock may have to be sent again."""
-        return server in self._kept.get(clock, {})
-
     def _hello_to(self, server: int) -> Message:
         step, position = self._progress
         own = {"worker": self.worker, "step": step, "position": position, "replaces": self._earlier_starts}
-        own |= {"clocks": list(self._clocks_for(server)), "host": self.shares.host}
+        own |= {"clocks": list(self.kept.clocks_for(server, clock=self.clock)), "host": self.shares.host}
         said = pack_object({**self.settings.as_object(), **own})
         return self._message(Kind.HELLO, server, frames=(said,))
-
-    def _clocks_for(self, server: int) -> tuple[int, int]:
-        """The first clock that this rank can send to a server, -1 before it has begun one, and the first one that it
-        cannot send again."""
-        kept = {clock: servers[server] for clock, servers in self._kept.items() if server in servers}
-        pushed = [clock for clock, messages in kept.items() if any(one.kind != Kind.SKIP for one in messages)]
-        return min(kept, default=self.clock), max(pushed, default=-1) + 1
 
     def _message(
         self, kind: Kind, server: int, *, clock: int = 0, bucket: int = 0, frames: tuple[Buffer, ...] = ()
@@ -251,10 +242,6 @@ class WorkerRank:
             frames=frames,
         )
 
-    def _keep(self, message: Message) -> Message:
-        self._kept.setdefault(message.clock, {}).setdefault(message.server, []).append(message)
-        return message
-
     # What servers say.
 
     def _welcome(self, message: Message) -> list[Message]:
@@ -269,16 +256,23 @@ class WorkerRank:
             answers = [self._hello_to(server) for server in range(len(self.layouts)) if server != message.server]
         if not found["has_weights"] and self._gives_first:
             answers += self._first_values(message.server)
-        for clock in sorted(self._kept):
-            kept = self._kept[clock].get(message.server, []) if clock >= found["next_clock"] else []
+        for clock in self.kept.clocks:
+            kept = self.kept.of(message.server, clock) if clock >= found["next_clock"] else []
             answers += [replace(one, session=self.session, worker=self.worker) for one in kept]
-        if self._missing_states.get(message.server):
+        if self.state_of_optimizer.is_missing(message.server):
             answers.append(self._message(Kind.ASK_STATE, message.server, clock=self.clock))
         return answers
 
+    def _take_session(self, session: int) -> list[Message]:
+        """All ranks of this worker go on in this session, if it is later than theirs."""
+        if session >> SESSION_BITS != self.session >> SESSION_BITS:
+            raise Malformed(f"session {session} is of another start than {self.session}")
+        return self.hello_anew(session) if session > self.session else []
+
     def _first_values(self, server: int) -> list[Message]:
         layout = self.layouts[server]
-        found = []
+        fixed = self._fixed.first_frames(server)
+        found = [self._message(Kind.INITIAL_FIXED, server, bucket=bucket, frames=frames) for bucket, frames in fixed]
         for bucket, parts in enumerate(layout.buckets):
             if layout.owners[bucket] != self.place:
                 continue
@@ -294,34 +288,27 @@ class WorkerRank:
         what it has left out: all go on with the latest. One that gets lost clocks again goes through them first."""
         is_arriving, behind = self.state == State.ARRIVING, [message.server]
         if message.clock < self.clock or (message.clock == self.clock and not is_arriving):
-            comes_again = any(clock >= message.clock and message.server in self._kept[clock] for clock in self._kept)
+            comes_again = self.kept.has_from(message.server, message.clock)
             return self._skip(behind) if is_arriving and not comes_again else []
         begin = read_begin(message)
         behind = []
         if message.clock > self.clock:
             behind = list(self.begins) if is_arriving else []
+            self._tear()
             self.clock, self.state = message.clock, State.ARRIVING
             self._await_all()
+        elif not self.settings.is_sync:
+            self._tear()
         self.begins[message.server], self.versions[message.server] = begin, message.version
-        self._missing[message.server] = set(self._expected[message.server])
-        self._keep_longer(message.server, message.clock, begin.saved)
+        if not self._in_use:
+            self._missing[message.server] = set(self._expected[message.server])
+        self.kept.begin(message.server, begun=message.clock, saved=begin.saved)
         self._look()
-        return self._skip(behind)
-
-    def _keep_longer(self, server: int, begun: int, saved: int) -> None:
-        """What a server has applied, all before a clock that is begun, and not saved, is kept in memory of its own."""
-        for clock in [one for one in self._kept if one < begun]:
-            kept = self._kept[clock]
-            if clock < saved:
-                kept.pop(server, None)
-            elif clock >= self._copied[server] and server in kept:
-                kept[server] = [replace(one, frames=tuple(map(bytes, one.frames))) for one in kept[server]]
-            if not kept:
-                del self._kept[clock]
-        self._copied[server] = begun
+        asks = [self._message(Kind.ASK_FIXED, message.server)] if self._fixed.missing[message.server] else []
+        return asks + self._skip(behind)
 
     def _skip(self, servers: Sequence[int]) -> list[Message]:
-        return [self._keep(self._message(Kind.SKIP, server, clock=self.clock)) for server in servers]
+        return [self.kept.keep(self._message(Kind.SKIP, server, clock=self.clock)) for server in servers]
 
     def _expects(self, message: Message) -> bool:
         """Weights that are missing."""
@@ -353,10 +340,9 @@ class WorkerRank:
         layout, lengths = self.layouts[server], self._pull_bytes[server][bucket]
         if tuple(len(one) for one in message.frames) != lengths:
             raise Malformed(f"bucket {bucket} of weights of {[len(one) for one in message.frames][:4]} bytes")
-        with torch.no_grad():
-            for part, frame in zip(layout.buckets[bucket], message.frames, strict=True):
-                dtype = layout.dtype(part) if self.settings.pull == MASTER else self.settings.pull
-                self._view(server, part).copy_(tensor_of(frame, dtype))
+        for part, frame in zip(layout.buckets[bucket], message.frames, strict=True):
+            dtype = layout.dtype(part) if self.settings.pull == MASTER else self.settings.pull
+            write_frame(self._view(server, part), frame, dtype)
         if not is_whole():
             return
         self._missing[server].discard(bucket)
@@ -364,22 +350,26 @@ class WorkerRank:
             self.shares.took(server, message.clock)
         self._look()
 
-    def _take_state(self, message: Message) -> None:
-        server, bucket = message.server, message.bucket
-        if bucket not in self._missing_states.get(server, ()):
-            return
-        lengths = self.layouts[server].frame_bytes()[bucket]
-        if tuple(len(one) for one in message.frames[: len(lengths)]) != lengths:
-            raise Malformed(f"bucket {bucket} of weights and state of {[len(one) for one in message.frames][:4]} bytes")
-        self._states[server, bucket] = message
-        self._missing_states[server].discard(bucket)
-
     def _await_all(self) -> None:
         self.begins = {}
         self._missing = {server: set(expected) for server, expected in enumerate(self._expected)}
 
+    def _await_again(self) -> None:
+        """What was on its way is lost, and comes again; what is in use stays, where that will be the same."""
+        if not self.settings.is_sync:
+            self._tear()
+        if self._in_use:
+            self.begins = {}
+        else:
+            self._await_all()
+
+    def _tear(self) -> None:
+        """Other weights come than those in use."""
+        self.is_torn, self._in_use = self.is_torn or self._in_use, False
+
     def _look(self) -> None:
-        if len(self.begins) == len(self.layouts) and not any(self._missing.values()):
+        is_all_here = len(self.begins) == len(self.layouts) and not any(self._missing.values())
+        if self.state == State.ARRIVING and is_all_here and self._fixed.is_here:
             self.state = State.HERE
 
     def _view(self, server: int, part: int) -> torch.Tensor:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from weft.plan.partition.server_shards import ServedPart, ServedTensor
+from weft.server.protocol.message import Buffer
 from weft.server.protocol.optimizer_spec import Spec, make_optimizer
 from weft.server.protocol.optimizer_state import PartState
 from weft.server.protocol.shared_places import WeightPlaces
@@ -38,11 +39,13 @@ class PartStore:
         scales_by_staleness: bool = False,
         pull: torch.dtype | None = None,
         past_momentum: Collection[int] = (),
+        fixed: Sequence[tuple[Buffer, ...]] = (),
     ) -> None:
         """`values`: the parts' first ones, flat, which become the store's own. `compensation`: λ of DC-ASGD.
         `scales_by_staleness`: rates are divided by the age of a gradient's weights. `pull`: the format in which
-        workers take weights; None: that of the weights. `past_momentum`: parts whose gradients have momentum."""
-        self.parts = tuple(parts)
+        workers take weights; None: that of the weights. `past_momentum`: parts whose gradients have momentum.
+        `fixed`: the frames of what is not trained, by bucket."""
+        self.parts, self.fixed = tuple(parts), tuple(fixed)
         self.parameters = tuple(nn.Parameter(value, requires_grad=True) for value in values)
         held: dict[str, list[torch.Tensor]] = {}
         for part, parameter in zip(self.parts, self.parameters, strict=True):
@@ -122,6 +125,13 @@ class PartStore:
     def age_of(self, worker: int) -> int:
         """Updates that were made since a worker took its weights."""
         return self.version - self._taken[worker][0] if worker in self._taken else 0
+
+    def count_ages(self, num_ages: int) -> tuple[int, ...]:
+        """Updates so far by their gradient's age; the last number is of all older ones, too."""
+        found = [0] * num_ages
+        for age, number in self.staleness.items():
+            found[min(age, num_ages - 1)] += number
+        return tuple(found)
 
     @torch.no_grad()
     def update(self, gradients: Gradients, *, lr_factor: float, worker: int | None = None) -> None:

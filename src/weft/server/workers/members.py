@@ -3,7 +3,7 @@
 A worker is there once all its ranks have said hello, and gone when one of them says so or none of its heartbeats came
 for `dead_after_s`. Every hello of a worker begins a *session*: the upper half of its number is drawn at the worker's
 start, the lower half counts. So a second worker of the same number is refused while the first one lives, and one that
-says hello anew, because a connection or a server was lost, takes its own place, with all its ranks.
+says hello anew, because a connection or a server was lost, takes its own place, with all its ranks (`hello.py`).
 """
 
 from __future__ import annotations
@@ -38,9 +38,12 @@ class Members:
         """Worker and rank of each connection."""
         self.num_joined = 0
         """Workers so far, whether they are there or gone."""
-        self._last_gone = -1, -1
-        """Number and session of the worker that went last."""
-        self._is_over = False
+        self._over: dict[int, int] = {}
+        """The last session of each worker that is over here."""
+        self._last_gone: tuple[int, int] | None = None
+        """Number and start of the worker that went last."""
+        self.ended: dict[int, int] = {}
+        """The start of each worker that has said that it ends, here or to another server, and was not started again."""
 
     @property
     def workers(self) -> tuple[int, ...]:
@@ -50,7 +53,10 @@ class Members:
     @property
     def is_over(self) -> bool:
         """Nobody is there any more, and whoever went last did not die: it said that it ends."""
-        return self.is_empty and self._is_over
+        if self._last_gone is None:  # this process has seen nobody, and was told
+            return self.is_empty and bool(self.ended)
+        worker, start = self._last_gone
+        return self.is_empty and self.ended.get(worker) == start
 
     @property
     def is_empty(self) -> bool:
@@ -62,12 +68,24 @@ class Members:
         return max([self.num_joined - 1, *self._members]) + 1
 
     def comes_again(self, worker: int, place: int, *, session: int, peer: bytes) -> bool:
-        """True if a worker that is there says hello anew, in another session or by another connection: what was on its
-        way by the old one is lost."""
+        """True if a rank that is there says hello by another connection: what was on its way by the old one is lost."""
         member = self._members.get(worker)
-        if member is None or member.session >> SESSION_BITS != session >> SESSION_BITS:
-            return False
-        return member.session != session or member.peers.get(place, peer) != peer
+        return member is not None and member.session == session and member.peers.get(place, peer) != peer
+
+    def is_earlier(self, worker: int, session: int) -> bool:
+        """A worker is there in an earlier session of the same start."""
+        return _is_later(session, self.session_of(worker))
+
+    def is_over_for(self, worker: int, session: int) -> bool:
+        """A session is over here, or its worker is there in a later one."""
+        over = self._over.get(worker, -1)
+        return over == session or _is_later(over, session) or _is_later(self.session_of(worker), session)
+
+    def next_session(self, worker: int, session: int) -> int:
+        """The session of a worker after this one, which is over."""
+        if _is_later(here := self.session_of(worker), session):
+            return here
+        return (over if _is_later(over := self._over.get(worker, -1), session) else session) + 1
 
     def session_of(self, worker: int) -> int:
         """The session of a worker; -1 if it is gone."""
@@ -92,6 +110,8 @@ class Members:
             )
         if member is None:
             member = self._members[worker] = Member(session, now_s)
+        if self.ended.get(worker) != session >> SESSION_BITS:
+            self.ended.pop(worker, None)
         was_whole = len(member.peers) == self.num_ranks
         member.peers[place], member.clocks[place], member.heard_s = peer, clocks, now_s
         self._numbers[peer] = worker, place
@@ -119,14 +139,25 @@ class Members:
         """Workers that were not heard for too long."""
         return [number for number, one in self._members.items() if now_s - one.heard_s > self._dead_after_s]
 
-    def leave(self, worker: int, *, is_over: bool = False) -> None:
-        """A worker is gone. `is_over`: it has ended, and does not come back."""
+    def leave(self, worker: int) -> None:
+        """A worker is gone."""
         if worker in self._members:
-            self._last_gone, self._is_over = (worker, self._members[worker].session), is_over
+            session = self._over[worker] = self._members[worker].session
+            self._last_gone = worker, session >> SESSION_BITS
         member = self._members.pop(worker, None)
         for peer in member.peers.values() if member is not None else ():
             self._numbers.pop(peer, None)
 
-    def said_goodbye(self, worker: int, session: int) -> None:
-        """A worker ends that is gone already, as another server has told before."""
-        self._is_over = self._is_over or self._last_gone == (worker, session)
+    def said_goodbye(self, worker: int, session: int) -> bool:
+        """A worker ends, which may be gone already, or be there for a moment still; False if that was known, or another
+        start of it is there."""
+        start, session_here = session >> SESSION_BITS, self.session_of(worker)
+        if self.ended.get(worker) == start or (session_here >= 0 and session_here >> SESSION_BITS != start):
+            return False
+        self.ended[worker] = start
+        return True
+
+
+def _is_later(one: int, other: int) -> bool:
+    """The first session is a later one of the same start."""
+    return one > other >= 0 and one >> SESSION_BITS == other >> SESSION_BITS

@@ -253,6 +253,11 @@ class ExchangesInFlight:
         found = self._pool.borrow(numel, (dtype, numel))
         return self._allocate(numel, dtype) if found is None else found
 
+    def forget_exact(self) -> None:
+        """Let go of free memory of just one size: the next exchange is of other buckets."""
+        for key in [one for one in self._pool.free if isinstance(one, tuple)]:
+            del self._pool.free[key]
+
     def trim(self) -> None:
         """Let go of memory that nothing uses: fewer exchanges are under way from now on."""
         self._pool.free.clear()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from weft.comm.objects import gather_values
 from weft.plan.exchange.compression import Compression, between_replicas, dense_bytes
+from weft.plan.partition.one_worker import is_served
 from weft.training.exchanged_bytes import predicted_compression
 from weft.training.run.metrics import read_lines
 from weft.training.trainer import Trainer
@@ -20,7 +21,7 @@ def compression_of_run(trainer: Trainer, metrics: Path) -> Compression | None:
     plan, everyone = trainer.plan, trainer.mesh.everyone("control")
     if plan.codec.name == "none":
         return None
-    if everyone.size < plan.axes.num_ranks:
+    if everyone.size < plan.axes.num_ranks and not is_served(plan):
         found = predicted_compression(trainer.parts, num_steps=trainer.steps_done)
         return found if found.sent_bytes else None
     counted = [0, 0]
@@ -32,4 +33,4 @@ def compression_of_run(trainer: Trainer, metrics: Path) -> Compression | None:
     if not sent:
         return None
     dense = dense_bytes(numel, plan, num_steps=num_steps, hosts=trainer.mesh.world.hosts)
-    return Compression(dense_bytes=dense, sent_bytes=sent)
+    return Compression(dense_bytes=dense, sent_bytes=sent, is_served=is_served(plan))

@@ -10,6 +10,7 @@ waited for long. Every rank runs this file; only rank 0 writes metrics and calls
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import time
@@ -22,7 +23,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from weft.checkpoint.files.agree import try_on_files
 from weft.checkpoint.folders import all_checkpoints, prune
+from weft.checkpoint.server_snapshots import save_servers
 from weft.comm.failures.watch import write_stacks_to
 from weft.comm.objects import gather_values
 from weft.errors import CheckpointError, JobError, ModelError, NotFiniteError
@@ -42,7 +45,7 @@ from weft.training.run.components import Prepared, context_of, prepare
 from weft.training.run.compression_report import compression_of_run
 from weft.training.run.folder_probe import require_usable, room_for
 from weft.training.run.job import Job, default_job, format_job, read_job
-from weft.training.run.metrics import MetricsFile, Recorder, StepRecord, replica_fields, units_of
+from weft.training.run.metrics import MetricsFile, Recorder, StepRecord, replica_fields, served_fields, units_of
 from weft.training.run.naming_step import naming_step
 from weft.training.run.newest import load_newest_whole
 from weft.training.run.observer import Observer, Summary
@@ -177,6 +180,10 @@ class _Run:
 
     def open(self, resume: bool) -> None:
         """Make the run's directory, or go on from what is in it."""
+        if resume and not is_served(self.trainer.plan):  # else whoever starts servers has done it
+            take = functools.partial(save_servers, self.directory, self.directory / CHECKPOINTS)
+            everyone = self.trainer.mesh.everyone("control")
+            try_on_files(everyone, "read", self.directory, take if self.is_first else lambda: None)
         # Agreed on by all ranks before anything is written: hosts may not yet see the same files in a shared folder.
         mine = [path.name for path in all_checkpoints(self.directory / CHECKPOINTS)]
         looked = [(self.directory / JOB_FILE).exists(), mine]
@@ -264,6 +271,7 @@ class _Run:
             shares=shares,
             straggler=self.trainer.rank_speeds.straggler,
             **replica_fields(self.trainer),
+            **served_fields(self.trainer),
         )
         self._tell(record)
 

@@ -24,6 +24,7 @@ from weft.mesh import Mesh
 from weft.plan.text import write_text
 from weft.sync.delayed import DelayedSync
 from weft.sync.local import LocalSync
+from weft.sync.served import ServedSync
 from weft.training.data.trees import tensors_of
 from weft.training.replicas_in_process import ReplicasInProcess
 from weft.training.run.spikes import SpikeRule
@@ -74,6 +75,12 @@ class StepRecord:
     merged in this step; None in other steps, and where replicas never differ."""
     delay: int | None = None
     """Steps after which exchanges are merged, where that is measured (`[data] delay = "auto"`); else None."""
+    staleness: list[int] | None = None
+    """Updates of the first server so far by their gradients' age, of all workers: 15 stands for older ones, too. None
+    unless servers make an update of every worker's gradient by itself."""
+    num_dropped: int | None = None
+    """Gradients of all workers so far that came too late, by the first server; None unless servers make updates of all
+    workers' gradients together."""
     replica_losses: list[float] | None = None
     """Every replica's loss, where all replicas are in one process; else None."""
     shares: tuple[int, ...] | None = None
@@ -148,6 +155,17 @@ def replica_fields(trainer: Trainer) -> dict[str, Any]:
     spread = sync.spread if sync.merged_step == sync.steps_done else None
     delay = sync.delay if isinstance(sync, DelayedSync) and sync.auto is not None else None
     return {"exchanged": sync.agrees, "spread": spread, "replica_losses": losses, "delay": delay}
+
+
+def served_fields(trainer: Trainer) -> dict[str, Any]:
+    """What the record says of servers; nothing of other runs."""
+    if not isinstance(trainer.sync, ServedSync):
+        return {}
+    _, begin = trainer.sync.told[0]
+    if trainer.sync.shares_batch:
+        return {"num_dropped": begin.num_dropped}
+    oldest = max((age for age, number in enumerate(begin.ages) if number), default=-1)
+    return {"staleness": list(begin.ages[: oldest + 1])}
 
 
 class MetricsFile:

@@ -152,6 +152,7 @@ class NotFiniteWatch:
 
     def _find(self, outcome: Outcome) -> dict[str, list[str]]:
         """This rank's tensors that are not finite, by kind."""
+        self._sync.settle()
         pieces = self._sync.pieces
         gradients = [(one.name, one.tensor.grad) for one in pieces if one.tensor.grad is not None]
         own = outcome.own_loss

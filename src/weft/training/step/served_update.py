@@ -1,4 +1,4 @@
-"""The end of a step whose update servers make: say what was pushed, and take the weights that come of it.
+"""The end of a step whose update servers make: say what was pushed, and begin to take the weights that come of it.
 
 The user's optimizer says how servers update, and is not stepped here. A loss that is not finite is said to the servers,
 who then leave the update out; which is known with the next weights, of the whole batch where workers share one.
@@ -96,7 +96,7 @@ class ServedUpdate(Update):
         factor = 1.0 if self._schedule is None else self._schedule(step)
         for group, base in zip(self._optimizer.param_groups, self._base_lrs, strict=True):
             group["lr"] = base * factor  # the servers' rate, for whoever looks at it here
-        self._served.commit(
+        is_sent = self._served.commit(
             count=count,
             loss_sum=loss_sum,
             divisor=divisor,
@@ -105,7 +105,7 @@ class ServedUpdate(Update):
             is_finite=is_finite and math.isfinite(loss_sum),
         )
         self._served.take_weights()
-        self._served.end_codecs(count=count, unit=unit)
+        self._served.end_codecs(count=count if is_sent else 0.0, unit=unit)
         told = self._served.take_part()
         if self._served.shares_batch:
             refuse_no_targets(torch.tensor(told.count))

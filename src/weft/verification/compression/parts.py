@@ -57,7 +57,7 @@ def find_coded_parts(trainer: Trainer) -> list[CodedPart]:
     for one in (one for ranks_parts in gather_values(mine, mesh.everyone("control")) for one in ranks_parts):
         name, num_columns, runs, by_host = one
         together = tuple(tuple(replicas) for replicas in by_host)
-        part = CodedPart(name=name, num_columns=num_columns, places=_places(runs), by_host=together)
+        part = CodedPart(name=name, num_columns=num_columns, places=places_of(runs), by_host=together)
         found.setdefault(f"{name} {num_columns} {runs}", part)  # others may have copies of it
     return list(found.values())
 
@@ -107,7 +107,8 @@ def _slices(trainer: Trainer) -> dict[str, Range] | None:
     return trainer.sync.compressed.ranges()
 
 
-def _places(all_runs: Sequence[Sequence[int]]) -> torch.Tensor:
+def places_of(all_runs: Sequence[Sequence[int]]) -> torch.Tensor:
+    """The place of each element of these runs, given as plain numbers, in the flattened whole tensor."""
     names = [one.name for one in fields(Runs)]
     places = [
         torch.arange(there, there + runs.numel)

@@ -48,6 +48,9 @@ class Part:
     momentum: float = 0.0
     """dgc: the optimizer's momentum of this tensor."""
     is_nesterov: bool = False
+    first_replica: int = 0
+    """Number of the first replica that the rule is for, from which its random numbers are drawn: workers of servers
+    have a rule each."""
 
 
 class Rule:
@@ -75,7 +78,7 @@ class Rule:
 
     def random_numbers(self, step: int, replica: int, numel: int) -> Tensor:
         """One number per element, uniform in [0, 1)."""
-        words = random_words(self.part.name, step, replica, numel)
+        words = random_words(self.part.name, step, self.part.first_replica + replica, numel)
         return torch.from_numpy((words >> 8).astype(np.float64)) / 2.0**24
 
 
@@ -203,7 +206,7 @@ class Dgc(Rule):
         k = num_sent(self.codec, numel, step)
         num_sampled = min(numel, max(_MIN_SAMPLED, numel // _SAMPLED_SHARE))
         stride = numel // num_sampled
-        first = random_key(self.part.name, step, replica) % stride
+        first = random_key(self.part.name, step, self.part.first_replica + replica) % stride
         sample = v.abs()[first::stride][:num_sampled].sort(descending=True).values
         place = -(-5 * num_sampled * k // (4 * numel))  # a quarter more than needed
         threshold = 0.0 if k >= numel else float(sample[min(place, num_sampled) - 1])
