@@ -20,6 +20,18 @@ from weft.server.workers.rounds import Rounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """What all workers of an update said of it, added up."""
+
+    loss_sum: float
+    count: float
+    step: int
+    position: int
+    is_finite: bool
+    """All their gradients are: otherwise no server makes the update."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
     """What all servers do next."""
 
@@ -36,6 +48,8 @@ class Decision:
     """Among all decisions of a run, from 0."""
     norm: float | None = field(default=None, compare=False)
     """Of the gradient over all servers, where it is clipped and known already."""
+    said: Said | None = field(default=None, compare=False)
+    """What its workers said of their gradients, which a server that has lost some of them cannot know."""
 
 
 class Agreement:

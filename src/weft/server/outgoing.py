@@ -47,6 +47,7 @@ def send_clock(server: ParameterServer, worker: int) -> Iterator[Reply]:
         saved=server.recovery.saved_of(worker, clock),
         is_skipped=told.is_skipped,
         used=server.mode.used(worker),
+        num_lost=server.mode.num_lost,
     )
     server.num_tickets += 1
     peers = server.members.peers_of(worker)

@@ -30,7 +30,9 @@ from weft.plan.model_refusals import PULL_OF_16_BIT_WEIGHTS
 from weft.plan.plan import Plan
 from weft.server.protocol.client import ServerClient
 from weft.server.protocol.layout import ServerLayout
+from weft.server.protocol.lost_gradients import LostGradients
 from weft.server.protocol.message import Begin, Commit
+from weft.server.protocol.one_clock import board_of
 from weft.server.protocol.optimizer_state import PartState
 from weft.server.protocol.served_run import ServedRun
 from weft.server.protocol.settings import MASTER
@@ -76,6 +78,7 @@ class ServedSync(WrappingSync):
         self._codecs: PushCodecs | None = None
         self._clip = 0.0
         """Norm to which gradients are clipped before they are compressed; 0 clips nothing."""
+        self._lost = LostGradients()
         self._committed = -1
         """The last clock of which all was pushed."""
         self.said: Commit | None = None
@@ -169,7 +172,8 @@ class ServedSync(WrappingSync):
             earlier_starts=run.earlier_starts,
         )
         traffic = mesh.traffic.setdefault(SERVERS, Traffic())
-        self._client = ServerClient(run.addresses, run.key, rank, traffic=traffic)
+        board = board_of(mesh.world, f"{run.job}/{run.worker}/{run.start}")
+        self._client = ServerClient(run.addresses, run.key, rank, traffic=traffic, board=board)
         self.take_weights()
         optimizer.state.clear()
         begin = self._client.rank.begins[0]
@@ -205,6 +209,7 @@ class ServedSync(WrappingSync):
         """Wait for the weights of the next clock."""
         assert self._client is not None
         self._client.wait_for_weights(timeout_s=self._timeout_s)
+        self._lost.look(self._client.rank.begins)
         self._publish_master()
 
     def end_codecs(self, *, count: float, unit: float) -> None:

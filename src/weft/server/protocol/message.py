@@ -25,7 +25,9 @@ OBJECT_BYTES = 16 << 20
 _HEADER = struct.Struct("<4sBxHQQIHHQQI4x")
 HEADER_BYTES = _HEADER.size
 _COMMIT = struct.Struct("<dddddQQIB3x")
-_BEGIN = struct.Struct("<IIQddQQQQIB3x")
+_BEGIN = struct.Struct("<IIQddQQQQIBxH")
+MOST_LOST = (1 << 16) - 1
+"""Of lost gradients a beginning counts so many."""
 _NUMBER = struct.Struct("<d")
 _MOST_FRAMES = 65535
 
@@ -161,6 +163,8 @@ class Begin:
     """The last update was left out, because a gradient was not finite."""
     used: int = 0
     """The clock after this worker's last one that is in the weights: what it sent of others was dropped."""
+    num_lost: int = 0
+    """Gradients that were decided on and are not in this server's weights, as a worker and it died together."""
 
 
 def pack_message(message: Message) -> list[Buffer]:
@@ -268,6 +272,7 @@ def pack_begin(begin: Begin) -> bytes:
         begin.used,
         begin.age,
         begin.is_skipped,
+        min(begin.num_lost, MOST_LOST),
     )
 
 
@@ -276,7 +281,7 @@ def read_begin(message: Message) -> Begin:
     if len(message.frames) != 1 or len(message.frames[0]) != _BEGIN.size:
         raise Malformed(f"a beginning of {[len(one) for one in message.frames]} bytes instead of {_BEGIN.size}")
     unpacked = _BEGIN.unpack(message.frames[0])
-    index, num_workers, ticket, loss_sum, count, step, position, saved, used, age, is_skipped = unpacked
+    index, num_workers, ticket, loss_sum, count, step, position, saved, used, age, is_skipped, num_lost = unpacked
     if index >= num_workers:
         raise Malformed(f"worker {index} of {num_workers}")
     return Begin(
@@ -291,6 +296,7 @@ def read_begin(message: Message) -> Begin:
         saved=saved,
         is_skipped=bool(is_skipped),
         used=used,
+        num_lost=num_lost,
     )
 
 
