@@ -13,12 +13,12 @@ import pytest
 from dying_servers import Dying, ReusingWorker, applied_of, assert_same_bits, fresh_updates, noting_applied
 from served_workers import first_weights, make_settings, optimizer_spec, part_of, play
 
-from weft.server.agreement import Decision, Said
+from weft.server.agreement import Decision
 from weft.server.decisions import as_plain, read_decision
 from weft.server.protocol.lost_gradients import LostGradients
 from weft.server.protocol.message import Begin, Kind, Malformed, pack_message
 from weft.server.recovery import COMES_AGAIN_S, MOST_AHEAD
-from weft.server.weights.updates import Updates
+from weft.server.weights.updates import Said, Updates
 
 SEEDS = [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 20))]
 ADAMW = optimizer_spec("torch.optim.adamw.AdamW", lr=0.05, weight_decay=0.1)

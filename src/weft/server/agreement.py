@@ -16,19 +16,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from weft.server.weights.updates import Said
 from weft.server.workers.rounds import Rounds
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
-    """What all workers of an update said of it, added up."""
-
-    loss_sum: float
-    count: float
-    step: int
-    position: int
-    is_finite: bool
-    """All their gradients are: otherwise no server makes the update."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from weft.server.agreement import Decision, Said
+from weft.server.agreement import Decision
 from weft.server.protocol.message import Malformed
+from weft.server.weights.updates import Said
 
 _FOR_A_LOST_CONNECTION = 4
 """Decisions that another server may have missed which was never started again: the last update, and new members."""

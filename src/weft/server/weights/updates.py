@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from weft.server.agreement import Said
 from weft.server.protocol.layout import ServerLayout
 from weft.server.protocol.settings import Settings
 from weft.server.weights.decoder import Decoder
@@ -31,6 +30,18 @@ class Told:
     """Updates that were made between the weights of the gradient and the gradient."""
     is_skipped: bool = False
     """The update was left out, because a gradient was not finite."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """What all workers of an update said of it, added up."""
+
+    loss_sum: float
+    count: float
+    step: int
+    position: int
+    is_finite: bool
+    """All their gradients are: otherwise no server makes the update."""
 
 
 class Updates:
