@@ -8,6 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -191,6 +192,31 @@ def test_servers_wait_for_a_run_whose_only_worker_was_killed(job: Job) -> None:
     assert joined.code == 0 and "this worker was started, and joins the run" in joined.stdout, joined
     ended = finish(servers)
     assert ended.code == 0 and f"done after step {steps}" in ended.stdout, ended
+
+
+@pytest.mark.long
+@pytest.mark.timeout(240)
+def test_servers_that_are_started_by_themselves_go_on_from_their_snapshots(job: Job) -> None:
+    """Both are killed, the leading one first; the run and its servers end as if nothing had been."""
+    job.plan(workers=2, shards=2)
+    steps = 150
+    slow = JOB.replace('samples"', 'samples"\ndelay_s = 0.01').replace(f"total = {NUM_STEPS}", f"total = {steps}")
+    job.write("job.toml", slow)
+    servers, joining = job.serve()
+    workers = [job.start(*joining), job.start(*joining, "--output", "other")]
+    read_until(servers, "step ")
+    pids = Path(f"/proc/{servers.pid}/task/{servers.pid}/children").read_text().split()
+    processes = [pid for pid in pids if "weft.server.process" in Path(f"/proc/{pid}/cmdline").read_text()]
+    assert len(processes) == 2
+    for pid in processes:
+        os.kill(int(pid), signal.SIGKILL)
+        time.sleep(8)
+    for one in [finish(worker) for worker in workers]:
+        assert one.code == 0 and f"done: {steps} steps" in one.stdout, one
+    ended = finish(servers)
+    assert ended.code == 0 and f"done after step {steps} and {steps} updates" in ended.stdout, ended
+    for number in (0, 1):
+        assert f"server {number} was killed by signal 9; it is started again from its last snapshot" in ended.stderr
 
 
 def test_a_job_that_is_another_one() -> None:

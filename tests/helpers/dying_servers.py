@@ -65,8 +65,8 @@ class EarlyWorker(ReusingWorker):
     num_early = num_torn = 0
     """Clocks that were begun before all weights were there; and those of which nothing could be sent."""
 
-    def __init__(self, number: int, settings: Settings, *, start: int = WORKER_START) -> None:
-        super().__init__(number, settings, start=start)
+    def __init__(self, number: int, settings: Settings, *, start: int = WORKER_START, host: str = "") -> None:
+        super().__init__(number, settings, start=start, host=host)
         self._used: dict[tuple[int, int], list[torch.Tensor]] | None = None
         """Weights as they were when they came, by server and bucket."""
 

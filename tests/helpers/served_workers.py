@@ -130,6 +130,8 @@ class PlayedWorker:
             )
         self.spoil: Callable[[int, int, dict[str, torch.Tensor]], None] = lambda worker, clock, gradients: None
         """May change gradients."""
+        self.is_finite: Callable[[int, int], bool] = lambda worker, clock: True
+        """What it says of its gradients."""
 
     @property
     def number(self) -> int:
@@ -167,7 +169,7 @@ class PlayedWorker:
         gradients, loss = gradients_of(self.weights, batch_of(self.number, self.clock, count))
         self.spoil(self.number, self.clock, gradients)
         scale = scale_of(self.clock)
-        made, is_finite = [], True
+        made, is_finite = [], self.is_finite(self.number, self.clock)
         if self.codecs is not None:
             self.codecs.begin()
         for layout in self.rank.layouts if count else ():
@@ -177,7 +179,7 @@ class PlayedWorker:
                     made.append(self.rank.push_gradients(layout.server, bucket, values))
                     continue
                 frames = self.codecs.encode((layout.server, bucket), values, step=self.clock)
-                is_finite = self.codecs.is_finite
+                is_finite = is_finite and self.codecs.is_finite
                 assert frames is not None
                 made.append(self.rank.push(layout.server, bucket, frames))
         said = Commit(

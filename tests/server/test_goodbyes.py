@@ -143,7 +143,7 @@ def test_a_leader_that_is_started_again_gives_no_number_twice(tmp_path: Path) ->
     leader = Leader(tmp_path)
     leader.hear(introduction(1, session=3), 0.0)
     given = [leader.number_for(asker, 1.0) for asker in (11, 12, 13)]
-    assert given == [0, 2, 3] or given == [0, 1, 2], given
+    assert given == [0, 1, 2]
     leader.start_again()
     # The other server need not have come again, and the number 0 is that of whoever has it, until it is silent.
     given += [leader.number_for(14, 100.0)]

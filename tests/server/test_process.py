@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from weft.server.protocol.connection import ServerConnection
 from weft.server.protocol.keys import make_key, read_key, write_key
 from weft.server.protocol.message import Kind, Message, pack_message
 from weft.server.server import ParameterServer
+from weft.server.workers.members import DEAD_AFTER_S
 
 
 def train(worker: PlayedWorker, addresses: tuple[str, ...], steps: int, key: Any = None) -> dict[str, torch.Tensor]:
@@ -263,3 +266,39 @@ def test_fuzzed_frames_through_a_socket(tmp_path: Path) -> None:
     socket.close()
     context.term()
     server.close()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_worker_that_is_killed_is_noticed_within_5_seconds(mode: str, tmp_path: Path) -> None:
+    """A real process; the other one goes on, and has the whole batch from then on."""
+    settings = make_settings(num_workers=2, mode=mode)
+    with LocalServers(1, most_frame_bytes=1 << 20) as servers:
+        script = tmp_path / "worker.py"
+        script.write_text(
+            f"import sys; sys.path[:0] = {sys.path!r}\n"
+            "import served_workers as made; from weft.server.protocol.client import ServerClient\n"
+            f"worker = made.PlayedWorker(1, made.make_settings(num_workers=2, mode={mode!r}))\n"
+            f"with ServerClient(({servers.addresses[0]!r},), None, worker.rank) as client:\n"
+            "    while True:\n"
+            "        client.wait_for_weights(timeout_s=60); client._say(worker.step())\n"
+        )
+        other = subprocess.Popen([sys.executable, script])
+        worker = PlayedWorker(0, settings)
+        try:
+            with ServerClient(servers.addresses, None, worker.rank) as client:
+                for _ in range(5):
+                    client.wait_for_weights(timeout_s=60)
+                    client._say(worker.step())
+                assert worker.begun[-1].num_workers == 2
+                other.kill()
+                died_s = time.monotonic()
+                while worker.begun[-1].num_workers == 2:
+                    client.wait_for_weights(timeout_s=30)
+                    client._say(worker.step())
+                    assert time.monotonic() < died_s + DEAD_AFTER_S + 2.0
+                    time.sleep(0.01)
+        finally:
+            other.kill()
+            other.wait()
+    assert worker.begun[-1].index == 0 and worker.begun[-1].num_workers == 1

@@ -4,16 +4,22 @@ All updates are made a second time, from what workers have sent, and give the we
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from dying_servers import Dying, EarlyWorker, ReusingWorker, applied_of, assert_same_bits, fresh_updates, noting_applied
 from served_workers import first_weights, make_settings, optimizer_spec, part_of, play
 
-from weft.server.protocol.message import Kind, pack_message
+from weft.server.agreement import Decision
+from weft.server.decisions import as_plain, read_decision
+from weft.server.protocol.lost_gradients import LostGradients
+from weft.server.protocol.message import Begin, Kind, Malformed, pack_message
 from weft.server.recovery import COMES_AGAIN_S, MOST_AHEAD
-from weft.server.weights.updates import Updates
+from weft.server.weights.updates import Said, Updates
 
 KINDS: Sequence[type[ReusingWorker]] = (ReusingWorker, EarlyWorker)
 RUNS = [
@@ -134,6 +140,69 @@ def test_a_worker_that_does_not_come_again_is_given_up() -> None:
     assert server.version == 4 and server.mode is not None and server.mode.num_lost == 4
     made.run(6)
     assert server.version == 6 and worker.clock == 5
+
+
+@pytest.mark.parametrize("died", [0, 1])
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_worker_and_a_server_that_die_together_where_a_gradient_was_not_finite(died: int, others: int) -> None:
+    """Its update was left out everywhere, so the server that has lost what it was made of leaves it out, too, waits for
+    no norm of it, and tells of it what the others were told. `others`: workers whose gradients are not lost."""
+    settings = make_settings(num_workers=1 + others, num_servers=2, clip_norm=0.5)
+    made = Dying(settings, seed=0)
+    for worker in made.workers.values():
+        worker.is_finite = lambda number, clock: (number, clock) != (others, 3)
+    made.run(4)
+    lasting = made.servers[1 - died]
+    assert lasting.updates is not None and lasting.updates.last.is_skipped
+    lost = made.workers.pop(others)
+    made.by_peer = {peer: one for peer, one in made.by_peer.items() if one is not lost}
+    made.to_workers.pop((0, died), None)  # what begins a step too many, before which nothing else passes
+    made.kill_server(died)
+    for queues in (made.to_servers, made.to_workers):
+        for key in [one for one in queues if one[0] == lost.name]:
+            del queues[key]
+    server = made.servers[died]
+    made.run(4)
+    for made.now_s in (1.0, COMES_AGAIN_S + 2.0):
+        for worker in made.workers.values():
+            made.say(worker, [replace(worker.rank.alive(), server=number) for number in (0, 1)])
+        made.run(4)
+        for number in (0, 1):
+            for reply in made.servers[number].tick(made.now_s):
+                made.answer(number, reply)
+        made.run(4)
+    assert server.version == 4 and server.mode is not None and server.mode.num_lost == 4
+    assert server.updates is not None and not server.mode.is_behind and not server.mode.is_in_update
+    assert server.updates.last == lasting.updates.last and server.updates.num_skipped == lasting.updates.num_skipped
+    assert (server.updates.step, server.updates.position) == (lasting.updates.step, lasting.updates.position)
+    if others:
+        made.run(6)
+        assert {one.version for one in made.servers} == {6}
+        begins = made.workers[0].rank.begins
+        assert begins[died].num_lost == 4 and begins[1 - died].num_lost == 0
+
+
+def test_lost_gradients_are_told_once_by_the_worker_that_leads(caplog: pytest.LogCaptureFixture) -> None:
+    begin = Begin(index=0, num_workers=2, ticket=0, loss_sum=0.0, count=1.0, age=0)
+    leads, follows = LostGradients(), LostGradients()
+    for num_lost in (0, 3, 3, 5):
+        leads.look({0: begin, 1: replace(begin, num_lost=num_lost)})
+        follows.look({1: replace(begin, index=1, num_lost=num_lost)})
+    said = [one.getMessage() for one in caplog.records]
+    assert len(said) == 2 and "server 1 died together with workers" in said[0]
+    assert "3 of their gradients" in said[0] and "5 of their gradients" in said[1] and "(3 before)" in said[1]
+
+
+def test_what_was_said_of_an_update_comes_back_as_it_was() -> None:
+    said = Said(loss_sum=math.inf, count=3.0, step=2, position=8, is_finite=False)
+    decision = Decision(version=1, chosen=(0,), complete=(0,), members=(0,), norm=math.nan, said=said)
+    read = read_decision(json.loads(json.dumps(as_plain(decision))))
+    assert read.said == said and read.norm is not None and math.isnan(read.norm)
+    for wrong in (None, 7, {"count": 3}, {"count": "x"}, {"is_finite": 1}):
+        changed = {**as_plain(decision)["said"], **wrong} if isinstance(wrong, dict) else wrong
+        plain = {**as_plain(decision), "said": changed}
+        with pytest.raises(Malformed):
+            read_decision(plain)
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])

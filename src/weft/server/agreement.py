@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from weft.server.weights.updates import Said
 from weft.server.workers.rounds import Rounds
 
 
@@ -38,6 +39,8 @@ class Decision:
     """Of the gradient over all servers, where it is clipped and known already."""
     saves: bool = field(default=False, compare=False)
     """All servers take a snapshot after it, so that there is one of the same version of each."""
+    said: Said | None = field(default=None, compare=False)
+    """What its workers said of their gradients, which a server that has lost some of them cannot know."""
 
 
 class Agreement:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from weft.server.agreement import Agreement, Decision
@@ -21,7 +22,7 @@ from weft.server.decisions import Decisions, as_plain, read_decision
 from weft.server.protocol.message import Kind, Malformed, Message, pack_number, pack_object, read_number, read_object
 from weft.server.protocol.settings import Settings
 from weft.server.weights.gradients import Gradients, norm_of
-from weft.server.weights.updates import Told, Updates
+from weft.server.weights.updates import Told, Updates, said_of
 from weft.server.workers.arrivals import Arrivals
 
 LEADER = 0
@@ -74,8 +75,7 @@ class AllTogether:
         self._squares: dict[int, float] = {}
         """Of the gradients of this update, by server; on the leader."""
 
-    agrees = True
-    """Servers agree on who takes part."""
+    agrees = True  # all servers, on who takes part
 
     def begin(self, updates: Updates) -> None:
         """Weights are there."""
@@ -88,6 +88,7 @@ class AllTogether:
         return {
             "version": self.version,
             "num_made": self.num_made,
+            "num_lost": self.num_lost,
             "used": sorted(self._used.items()),
             "sharing": self.sharing,
             "begun": self.has_begun,
@@ -96,7 +97,7 @@ class AllTogether:
     def go_on(self, plain: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> None:
         """Begin where an earlier process was. `records`: in the file of the server that leads. Raises Malformed."""
         self.version, self.num_made, self.has_begun = plain["version"], plain["num_made"], plain["begun"]
-        self.sharing, self._used = tuple(plain["sharing"]), dict(plain["used"])
+        self.sharing, self._used, self.num_lost = tuple(plain["sharing"]), dict(plain["used"]), plain["num_lost"]
         self._num_saved = self.num_made
         if self.agreement is None:
             self._knows_all = False
@@ -279,6 +280,9 @@ class AllTogether:
         is_open = self.num_made < self.decisions.num_made
         if self.agreement is None or is_open or (decision := self.agreement.decide()) is None:
             return
+        if decision.chosen:
+            made_of = [self._arrivals[worker].whole(decision.version) for worker in decision.chosen]
+            decision = replace(decision, said=said_of(made_of))
         decision = self.decisions.add(decision)
         self._tell_all(Kind.DECIDED, frames=(pack_object(as_plain(decision)),))
 
@@ -319,17 +323,15 @@ class AllTogether:
         here = [worker for worker in decision.complete if self._has(worker, decision.version)]
         arrived = {worker: self._arrivals[worker].take(decision.version) for worker in here}
         made_of = [arrived[worker] for worker in decision.chosen if worker in arrived]
-        self.num_lost += (num_lost := len(decision.chosen) - len(made_of))
-        gradients = self._updates.prepare(made_of) if made_of else None
-        if not self._settings.clip_norm or (gradients is None and not num_lost):
-            self._updates.make(gradients)
-            self._end(decision)
-        elif decision.norm is not None:
-            self._updates.make(gradients, norm=decision.norm)
-            self._end(decision)
-        else:
+        self.num_lost += len(decision.chosen) - len(made_of)
+        gradients, said = self._updates.prepare(made_of, decision.said), decision.said
+        is_clipped = bool(self._settings.clip_norm and said is not None and said.is_finite and said.count)
+        if is_clipped and decision.norm is None:
             self._waits_for_norm = (gradients,)
             self._say_square(gradients)
+        else:
+            self._updates.make(gradients, norm=decision.norm)
+            self._end(decision)
 
     def _take_norm(self, version: int, norm: float) -> None:
         if self._waits_for_norm is None or self._updates is None or self.version != version:
@@ -384,8 +386,7 @@ class AllTogether:
                     self._say_ready_of(worker, session)
 
     def _say_ready_of(self, worker: int, session: int) -> None:
-        ready = dict(worker=worker, session=session, clock=self.version, version=self._num_saved)
-        self._tell(LEADER, Kind.READY, **ready)
+        self._tell(LEADER, Kind.READY, worker=worker, session=session, clock=self.version, version=self._num_saved)
 
     def _say_square(self, gradients: Gradients | None) -> None:
         square = 0.0 if gradients is None else norm_of(gradients) ** 2

@@ -13,6 +13,7 @@ from typing import Any
 
 from weft.server.agreement import Decision
 from weft.server.protocol.message import Malformed
+from weft.server.weights.updates import Said
 
 _FOR_A_LOST_CONNECTION = 4
 """Decisions that another server may have missed which was never started again: the last update, and new members."""
@@ -131,13 +132,20 @@ class Decisions:
         return [*map(as_plain, self._kept), *({"gone": worker} for worker in self._gone)]
 
 
+_SAID: dict[str, type] = {"loss_sum": str, "count": str, "step": int, "position": int, "is_finite": bool}
 _FIELDS: dict[str, type] = {"number": int, "version": int, "chosen": list, "complete": list, "members": list}
 
 
 def as_plain(decision: Decision) -> dict[str, Any]:
-    """For messages and the file. A norm may be infinite, for which JSON has no number."""
+    """For messages and the file. A norm or a loss may be infinite, for which JSON has no number."""
     lists = {name: list(getattr(decision, name)) for name in ("chosen", "complete", "members")}
-    return {**asdict(decision), **lists, "norm": None if decision.norm is None else decision.norm.hex()}
+    said = None if decision.said is None else {name: _hex(one) for name, one in asdict(decision.said).items()}
+    return {**asdict(decision), **lists, "norm": _hex(decision.norm), "said": said}
+
+
+def _hex(value: Any) -> Any:
+    """A float as text, anything else as it is."""
+    return value.hex() if isinstance(value, float) else value
 
 
 def read_decision(found: Any) -> Decision:
@@ -149,8 +157,11 @@ def read_decision(found: Any) -> Decision:
         raise Malformed("workers that are no numbers")
     try:
         norm = None if found.get("norm") is None else float.fromhex(found["norm"])
-    except (ValueError, TypeError, OverflowError):
-        raise Malformed("a norm that is no number") from None
+        said = None if found.get("said") is None else _read_said(found["said"])
+    except (ValueError, TypeError, OverflowError, AttributeError):
+        raise Malformed("a norm, or what workers said, that is no number") from None
+    if chosen and said is None:
+        raise Malformed("an update of which nothing was said")
     return Decision(
         version=found["version"],
         chosen=chosen,
@@ -159,4 +170,14 @@ def read_decision(found: Any) -> Decision:
         number=found["number"],
         norm=norm,
         saves=found.get("saves") is True,
+        said=said,
     )
+
+
+def _read_said(found: Mapping[str, Any]) -> Said:
+    """Raises ValueError or TypeError."""
+    wrong = [name for name, kind in _SAID.items() if type(found.get(name)) is not kind]
+    if wrong:
+        raise ValueError(f"{wrong} of what was said")
+    numbers: dict[str, Any] = {name: float.fromhex(found[name]) for name, kind in _SAID.items() if kind is str}
+    return Said(**numbers, **{name: found[name] for name, kind in _SAID.items() if kind is not str})

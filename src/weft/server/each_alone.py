@@ -29,6 +29,8 @@ class EachAlone:
     """No gradient is too late for its version."""
     num_known = 0
     """Decisions of several servers."""
+    num_lost = 0
+    """Nothing is decided on before it is made."""
 
     def __init__(self, *, num_workers: int, staleness: int | None, arrivals: Mapping[int, Arrivals]) -> None:
         self._num_workers, self._arrivals = num_workers, arrivals

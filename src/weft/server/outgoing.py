@@ -50,6 +50,7 @@ def send_clock(server: ParameterServer, worker: int) -> Iterator[Reply]:
         used=server.mode.used(worker),
         num_dropped=server.mode.num_dropped,
         ages=server.store.count_ages(len(NO_AGES)),
+        num_lost=server.mode.num_lost,
     )
     server.num_tickets += 1
     peers = server.members.peers_of(worker)

@@ -33,6 +33,7 @@ from weft.plan.partition.served_wire import SERVERS
 from weft.server.protocol.client import ServerClient
 from weft.server.protocol.layout import ServerLayout
 from weft.server.protocol.message import Begin, Commit
+from weft.server.protocol.one_clock import board_of
 from weft.server.protocol.optimizer_state import PartState
 from weft.server.protocol.served_run import ServedRun
 from weft.server.protocol.settings import MASTER
@@ -176,7 +177,8 @@ class ServedSync(WrappingSync):
             fixed=fixed,
         )
         traffic = mesh.traffic.setdefault(SERVERS, Traffic())
-        self._client = ServerClient(run.addresses, run.key, rank, traffic=traffic)
+        board = board_of(mesh.world, f"{run.job}/{run.worker}/{run.start}")
+        self._client = ServerClient(run.addresses, run.key, rank, traffic=traffic, board=board)
         self._client.wait_for_weights(timeout_s=self._timeout_s)  # the first values of others, all at once
         self._publish_master()
         self._clock = ServedClock(self._client, self._arriving, timeout_s=self._timeout_s)

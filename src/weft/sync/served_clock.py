@@ -10,6 +10,7 @@ from collections.abc import Collection
 
 from weft.errors import LaunchError
 from weft.server.protocol.client import ServerClient
+from weft.server.protocol.lost_gradients import LostGradients
 from weft.server.protocol.message import Begin
 from weft.sync.arriving_weights import ArrivingWeights
 from weft.sync.push_when_complete import BucketKey
@@ -24,12 +25,14 @@ class ServedClock:
         self.told: list[tuple[int, Begin]] = []
         """By server: the version of this clock's weights, and what it said when the clock began."""
         self._is_settled = True
+        self._lost = LostGradients()
         self.look_again()
 
     def look_again(self) -> None:
         """All servers have begun this clock, or a later one while this rank asked for something else."""
         rank = self._client.rank
         self.told = [(rank.versions[server], rank.begins[server]) for server in range(len(rank.layouts))]
+        self._lost.look(rank.begins)
         self._client.use_weights(timeout_s=self._timeout_s)
 
     def go_on(self) -> None:

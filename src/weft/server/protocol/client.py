@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
@@ -22,7 +24,8 @@ from weft.errors import LaunchError
 from weft.server.protocol.background import Background
 from weft.server.protocol.connection import Lost, ServerConnection
 from weft.server.protocol.keys import JobKey
-from weft.server.protocol.message import Buffer, Commit, Message
+from weft.server.protocol.message import Buffer, Commit, Kind, Malformed, Message
+from weft.server.protocol.one_clock import Board, OneClock
 from weft.server.protocol.optimizer_state import PartState
 from weft.server.protocol.worker_rank import State, WorkerRank
 
@@ -32,6 +35,9 @@ SILENT_AFTER_S = 10.0
 """A server that was not heard for so long is gone, unless it said that it would be started again."""
 _LOOK_S = 0.5
 """Seconds after which a wait looks whether servers are still there."""
+_LOOK_RANKS_S = 0.001
+"""The same for other ranks of the worker, of which no message comes."""
+_BEGINNINGS = (Kind.BEGIN, Kind.WEIGHTS, Kind.WEIGHTS_SHARED)
 
 
 class ServerClient:
@@ -45,8 +51,10 @@ class ServerClient:
         *,
         join_timeout_s: float = JOIN_TIMEOUT_S,
         traffic: Traffic | None = None,
+        board: Board | None = None,
     ) -> None:
-        """Joins the run; raises LaunchError if that cannot be. `traffic`: where what is sent is counted."""
+        """Joins the run; raises LaunchError if that cannot be. `traffic`: where what is sent is counted. `board`: where
+        the ranks of a worker agree on what they begin; None for a worker of one rank."""
         if len(addresses) != len(rank.layouts):
             raise LaunchError(
                 f"{len(addresses)} addresses of servers for [server] shards = {len(rank.layouts)}: give one for each, "
@@ -54,6 +62,9 @@ class ServerClient:
             )
         self.rank = rank
         self._connection = ServerConnection(addresses, key, traffic=traffic)
+        self._one_clock = None if board is None else OneClock(board)
+        self._put_off: deque[Message] = deque()
+        """What came of later beginnings while this rank had begun a clock with the others."""
         self._warned: set[int] = set()
         """Servers whose silence was told."""
         self._background = Background()
@@ -83,12 +94,30 @@ class ServerClient:
         self._say(self.rank.commit(said))
 
     def wait_for_weights(self, *, timeout_s: float) -> None:
-        """Return when all weights of the next clock are here; raises LaunchError if they do not come."""
-        self._until(lambda: self.rank.state == State.HERE, timeout_s, self._no_weights)
+        """Return when all weights of the next clock are here, on all ranks of the worker; raises LaunchError if they do
+        not come."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            self._until(lambda: self.rank.state == State.HERE, deadline - time.monotonic(), self._no_weights)
+            if self._one_clock is None or self._agree(self._one_clock, deadline - time.monotonic()):
+                return
+
+    def _agree(self, one_clock: OneClock, timeout_s: float) -> bool:
+        """True if all ranks of the worker have begun the same clock; else all begin anew."""
+        one_clock.post(self.rank.session, self.rank.begun)
+        self._until(lambda: one_clock.is_whole, timeout_s, self._no_ranks, puts_off=True)
+        if (session := one_clock.next_session()) is None:
+            return True
+        self._say(self.rank.go_back(session))
+        return False
 
     def wait_for_clock(self, *, timeout_s: float) -> None:
-        """Return when all servers have begun the next clock: its weights are on their way."""
-        self._until(lambda: self.rank.has_begun, timeout_s, self._no_weights)
+        """Return when all servers have begun the next clock: its weights are on their way. In a worker of several ranks
+        they are there: the others would wait in a collective for one that loses a connection meanwhile."""
+        if self._one_clock is not None:
+            self.wait_for_weights(timeout_s=timeout_s)
+        else:
+            self._until(lambda: self.rank.has_begun, timeout_s, self._no_weights)
 
     def use_weights(self, *, timeout_s: float) -> None:
         """Use the weights of this clock from now on, of which the others come in the background."""
@@ -116,7 +145,12 @@ class ServerClient:
         asked = self.rank.state_of_optimizer
         while True:
             self._say(self.rank.ask_state())
-            self._until(lambda: asked.is_here and self.rank.state == State.HERE, timeout_s, self._no_weights)
+            self._until(
+                lambda: asked.is_here and self.rank.state == State.HERE,
+                timeout_s,
+                self._no_weights,
+                puts_off=self._one_clock is not None,
+            )
             if not self.rank.settings.is_sync or len(asked.versions) <= 1:
                 return asked.hand_over()
 
@@ -128,11 +162,20 @@ class ServerClient:
         return list(zip(self._connection.sent_bytes, received, strict=True))
 
     def close(self) -> None:
-        """Leave the run."""
+        """Leave the run. A server that is being started again gets first what it has lost, for nobody else has it."""
         self._is_closing = True
         self._background.close()
+        self._is_closing = False
+        if any(self.rank.comes_back_s.values()):
+            with suppress(LaunchError, Malformed):
+                self._bring_lost(max(self.rank.comes_back_s.values()))
         self._say(self.rank.leave())
         self._connection.close()
+
+    def _bring_lost(self, timeout_s: float) -> None:
+        while (found := self._connection.receive(0.0)) is not None:
+            self._say(self.rank.hello_again(found.server) if isinstance(found, Lost) else self.rank.receive(found))
+        self._until(lambda: len(self.rank.welcomed) == len(self.rank.layouts), timeout_s, lambda: "it does not answer")
 
     def __enter__(self) -> Self:
         return self
@@ -162,18 +205,31 @@ class ServerClient:
             f"{whose}; other workers may be stuck: see their output"
         )
 
-    def _until(self, is_done: Callable[[], bool], timeout_s: float, problem: Callable[[], str]) -> None:
-        deadline = time.monotonic() + timeout_s
+    def _no_ranks(self) -> str:
+        return (
+            f"a rank of worker {self.rank.worker} waited too long for the worker's others to begin step "
+            f"{self.rank.clock + 1}; see their output"
+        )
+
+    def _until(
+        self, is_done: Callable[[], bool], timeout_s: float, problem: Callable[[], str], *, puts_off: bool = False
+    ) -> None:
+        """`puts_off`: what begins another clock waits for the next time."""
+        deadline, look_s = time.monotonic() + timeout_s, _LOOK_RANKS_S if puts_off else _LOOK_S
+        while self._put_off and not puts_off:
+            self._say(self.rank.receive(self._put_off.popleft()))
         while not is_done():
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 raise LaunchError(problem())
-            found = self._connection.receive(min(left_s, _LOOK_S))
+            found = self._connection.receive(min(left_s, look_s))
             if self._is_closing:
                 return
             with self._background.changed:
                 if isinstance(found, Lost):
                     self._say(self.rank.hello_again(found.server))
+                elif found is not None and puts_off and found.kind in _BEGINNINGS:
+                    self._put_off.append(found)
                 elif found is not None:
                     self._say(self.rank.receive(found))
                 self._background.changed.notify_all()

@@ -25,7 +25,9 @@ OBJECT_BYTES = 16 << 20
 _HEADER = struct.Struct("<4sBxHQQIHHQQI4x")
 HEADER_BYTES = _HEADER.size
 _COMMIT = struct.Struct("<dddddQQIB3x")
-_BEGIN = struct.Struct("<IIQddQQQQIB3xQ16I")
+_BEGIN = struct.Struct("<IIQddQQQQIBxHQ16I")
+MOST_LOST = (1 << 16) - 1
+"""Of lost gradients a beginning counts so many."""
 _NUMBER = struct.Struct("<d")
 NO_AGES = (0,) * 16
 """No updates of any age."""
@@ -179,6 +181,8 @@ class Begin:
     """Gradients of all workers so far that came too late for their version."""
     ages: tuple[int, ...] = NO_AGES
     """Updates so far by age, where each is made of one worker's gradient; the last number is of all older ones, too."""
+    num_lost: int = 0
+    """Gradients that were decided on and are not in this server's weights, as a worker and it died together."""
 
 
 def pack_message(message: Message) -> list[Buffer]:
@@ -287,6 +291,7 @@ def pack_begin(begin: Begin) -> bytes:
         begin.used,
         begin.age,
         begin.is_skipped,
+        min(begin.num_lost, MOST_LOST),
         begin.num_dropped,
         *begin.ages,
     )
@@ -297,7 +302,8 @@ def read_begin(message: Message) -> Begin:
     if len(message.frames) != 1 or len(message.frames[0]) != _BEGIN.size:
         raise Malformed(f"a beginning of {[len(one) for one in message.frames]} bytes instead of {_BEGIN.size}")
     unpacked = _BEGIN.unpack(message.frames[0])
-    index, num_workers, ticket, loss_sum, count, step, position, saved, used, age, is_skipped, dropped, *ages = unpacked
+    index, num_workers, ticket, loss_sum, count, step, position, saved, used, age, is_skipped, *counts = unpacked
+    num_lost, num_dropped, *ages = counts
     if index >= num_workers:
         raise Malformed(f"worker {index} of {num_workers}")
     return Begin(
@@ -312,7 +318,8 @@ def read_begin(message: Message) -> Begin:
         saved=saved,
         is_skipped=bool(is_skipped),
         used=used,
-        num_dropped=dropped,
+        num_lost=num_lost,
+        num_dropped=num_dropped,
         ages=tuple(ages),
     )
 

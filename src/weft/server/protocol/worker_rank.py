@@ -35,6 +35,7 @@ from weft.server.protocol.message import (
     Kind,
     Malformed,
     Message,
+    pack_begin,
     pack_commit,
     pack_object,
     read_begin,
@@ -135,6 +136,20 @@ class WorkerRank:
         if self.state == State.ARRIVING:
             self._await_again()
         return self.hello()
+
+    @property
+    def begun(self) -> list[object]:
+        """What servers said when this clock began, to compare it with that of the worker's other ranks."""
+        begins = sorted(self.begins.items())
+        return [self.clock, *([server, self.versions[server], pack_begin(one).hex()] for server, one in begins)]
+
+    def go_back(self, session: int) -> list[Message]:
+        """Begin anew, in a session in which all ranks of this worker do, unless this one is in a later one already."""
+        self.state = State.ARRIVING
+        if session > self.session:
+            return self.hello_anew(session)
+        self._await_all()
+        return []
 
     def receive(self, message: Message) -> list[Message]:
         """What a message is answered with. Raises Malformed."""

@@ -32,6 +32,18 @@ class Told:
     """The update was left out, because a gradient was not finite."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """What all workers of an update said of it, added up."""
+
+    loss_sum: float
+    count: float
+    step: int
+    position: int
+    is_finite: bool
+    """All their gradients are: otherwise no server makes the update."""
+
+
 class Updates:
     """Makes updates, and remembers what they were made of."""
 
@@ -54,17 +66,20 @@ class Updates:
         """Of a worker's last gradient."""
         return self.told_each.get(worker, Told())
 
-    def prepare(self, made_of: Sequence[Arrival]) -> Gradients | None:
+    def prepare(self, made_of: Sequence[Arrival], said: Said | None = None) -> Gradients | None:
         """The mean gradient of several workers; None if there is no update: nobody has targets, or not all is finite.
-        `make` comes next."""
-        self._note_progress(made_of)
-        count = sum(one.said.count for one in made_of)
-        self.last = Told(loss_sum=sum(one.said.loss_sum for one in made_of), count=count)
-        self._lr_factor = made_of[0].said.lr_factor
-        if not all(one.is_finite for one in made_of):
+        `said`: what all workers of the update have said, of whom some may be lost here. `make` comes next."""
+        said = said_of(made_of) if said is None else said
+        self._note_progress(said.step, said.position)
+        self.last = Told(loss_sum=said.loss_sum, count=said.count)
+        if not said.is_finite:
             self._skip_last()
             return None
-        return self._add_up(made_of, count) if count else None
+        count = sum(one.said.count for one in made_of)
+        if not count:
+            return None
+        self._lr_factor = made_of[0].said.lr_factor
+        return self._add_up(made_of, count)
 
     def make(self, gradients: Gradients | None, *, norm: float | None = None) -> None:
         """The update that was prepared. `norm`: that of the whole gradient, where it is clipped; the 1e-6 is that of
@@ -83,7 +98,7 @@ class Updates:
     def by_one(self, worker: int, arrival: Arrival) -> bool:
         """An update of one worker's gradient; False, and none is made, if it has no targets or is not finite."""
         said = arrival.said
-        self._note_progress([arrival])
+        self._note_progress(said.step, said.position)
         self.told_each[worker] = Told(loss_sum=said.loss_sum, count=said.count, age=self._store.age_of(worker))
         if not said.count:
             return False
@@ -102,6 +117,16 @@ class Updates:
         self.num_skipped += 1
         self.last = replace(self.last, is_skipped=True)
 
-    def _note_progress(self, made_of: Sequence[Arrival]) -> None:
-        self.step = max(self.step, *(one.said.step for one in made_of))
-        self.position = max(self.position, *(one.said.position for one in made_of))
+    def _note_progress(self, step: int, position: int) -> None:
+        self.step, self.position = max(self.step, step), max(self.position, position)
+
+
+def said_of(made_of: Sequence[Arrival]) -> Said:
+    """What the workers of an update have said of it, in their order."""
+    return Said(
+        loss_sum=float(sum(one.said.loss_sum for one in made_of)),
+        count=float(sum(one.said.count for one in made_of)),
+        step=max(one.said.step for one in made_of),
+        position=max(one.said.position for one in made_of),
+        is_finite=all(one.is_finite for one in made_of),
+    )

@@ -100,6 +100,11 @@ class Arrivals:
         self._clocks = {one: arrival for one, arrival in self._clocks.items() if one >= clock}
         return True
 
+    def whole(self, clock: int) -> Arrival:
+        """What has come of a clock that is complete."""
+        assert self.is_complete(clock)
+        return self._clocks[clock]
+
     def is_complete(self, clock: int) -> bool:
         return clock in self._clocks and len(self._clocks[clock].commits) == self._num_ranks
 
