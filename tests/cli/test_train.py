@@ -113,7 +113,7 @@ def test_a_run_has_one_line_of_metrics_a_step(reference: Reference) -> None:
     steps = [line for line in lines_of(reference[0]) if "loss" in line]
     assert [line["step"] for line in steps] == list(range(1, TOTAL_STEPS + 1))
     names = "step loss lr unit units_per_s step_s exchange_s bubble_s compute_s sent_bytes memory_bytes grad_norm "
-    names += "num_skipped loss_scale spike exchanged spread delay replica_losses shares straggler"
+    names += "num_skipped loss_scale spike exchanged spread delay staleness num_dropped replica_losses shares straggler"
     for line in steps:
         assert list(line) == names.split()
         assert line["unit"] == "tokens" and line["units_per_s"] > 0
