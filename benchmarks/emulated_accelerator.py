@@ -36,21 +36,32 @@ class Emulated:
         return f"{self.gradient_mb:g} MB of gradients in {self.num_blocks} blocks, {1e3 * self.step_s:g} ms per step"
 
 
-class _Block(torch.autograd.Function):
+class _Sleep(torch.autograd.Function):
     """Sleeps; its weight's gradient is a constant."""
 
     @staticmethod
     def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, seconds: float) -> torch.Tensor:
-        ctx.save_for_backward(weight)
+        ctx.shape = weight.shape
         ctx.seconds = seconds * (1 - FORWARD_SHARE)
         time.sleep(seconds * FORWARD_SHARE)
         return inputs.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        (weight,) = ctx.saved_tensors
         time.sleep(ctx.seconds)
-        return gradients[0], torch.full_like(weight, 1e-3), None
+        return gradients[0], torch.full(ctx.shape, 1e-3), None
+
+
+class _Block(nn.Module):
+    """A layer that sleeps."""
+
+    def __init__(self, numel: int, seconds: float) -> None:
+        super().__init__()
+        self.weight, self.seconds = nn.Parameter(torch.zeros(numel)), seconds
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = _Sleep.apply(inputs, self.weight, self.seconds)
+        return found
 
 
 class EmulatedModel(nn.Module):
@@ -58,13 +69,13 @@ class EmulatedModel(nn.Module):
 
     def __init__(self, emulated: Emulated) -> None:
         super().__init__()
-        self.blocks = nn.ParameterList(torch.zeros(emulated.block_numel) for _ in range(emulated.num_blocks))
+        block_s = emulated.step_s / emulated.num_blocks
+        self.blocks = nn.ModuleList(_Block(emulated.block_numel, block_s) for _ in range(emulated.num_blocks))
         self.head = nn.Linear(FEATURES, CLASSES)
-        self.block_s = emulated.step_s / emulated.num_blocks
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        for weight in self.blocks:
-            inputs = _Block.apply(inputs, weight, self.block_s)
+        for block in self.blocks:
+            inputs = block(inputs)
         logits: torch.Tensor = self.head(inputs)
         return logits
 
