@@ -163,7 +163,7 @@ def _require_codec(found: dict[str, Any], tensors: Sequence[ServedTensor]) -> No
     is_coding = bool(found) and codec.name != "none"
     for one in tensors:
         if one.is_coded and not (is_coding and (one.item_bytes > 2 or codec.name == "half")):
-            raise Malformed(f"tensor {one.name!r}, of {one.item_bytes} bytes an element, cannot be compressed")
+            raise Malformed(f"tensor {one.name!r}, of {one.item_bytes} bytes per element, cannot be compressed")
 
 
 def _require_optimizer(spec: Any, names: set[str]) -> None:
