@@ -399,7 +399,7 @@ def test_what_comes_twice_is_applied_once() -> None:
         ({"mode": "async"}, "mode is 'async' here and 'sync' in the run"),
         (SINGLE, '"head" has 18 elements of float32 here and 18 of float64'),
         ({"optimizer": ADAMW}, "the optimizer is 'torch.optim.adamw.AdamW' here"),
-        ({"optimizer": optimizer_spec(lr=0.2)}, "the optimizer's settings"),
+        ({"optimizer": optimizer_spec(lr=0.2)}, "the optimizer's lr (parameter group 0) is 0.2 here and 0.1 in"),
     ],
 )
 def test_a_worker_of_another_job_is_refused_with_the_difference(changes: dict[str, Any], expected: str) -> None:

@@ -67,6 +67,7 @@ def test_synchronous_servers_count_what_came_too_late() -> None:
             "compensated by 0.5; gradients are sent as they are, weights come back in bf16; the optimizer's state is",
         ),
         (server_plan(1, mode="bounded", staleness=3), "at most 3 clocks ahead of the slowest worker; gradients"),
+        (server_plan(1, mode="bounded"), "an update per step of the gradients of all workers; gradients"),
         (
             dataclasses.replace(server_plan(1), codec=some_codec("topk")),
             "gradients are sent through codec topk; the optimizer's state is there",
@@ -118,6 +119,10 @@ def record(**fields: object) -> StepRecord:
         (
             dict(staleness=[1, 2, 0, 1]),
             "staleness: 1.2 updates on average between a gradient and its weights, 3 at most",
+        ),
+        (
+            dict(staleness=[*[0] * 14, 1, 1]),  # of which the last may be older
+            "staleness: 14.5 or more updates on average between a gradient and its weights, 15 or more",
         ),
         (dict(num_dropped=3), "3 gradients came too late for their version, and were dropped"),
         (dict(num_dropped=0), ""),

@@ -10,6 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from weft.cli.terminal import SECONDS_BETWEEN_LINES, say
 from weft.plan.exchange.compression import Compression
+from weft.server.protocol.message import NO_AGES
 from weft.training.run.job import Job
 from weft.training.run.metrics import StepRecord
 from weft.training.run.observer import Observer, Summary
@@ -136,4 +137,8 @@ def _of_servers(record: StepRecord) -> str:
     if not sum(ages):
         return ""
     mean = sum(age * number for age, number in enumerate(ages)) / sum(ages)
-    return f"staleness: {mean:.1f} updates on average between a gradient and its weights, {len(ages) - 1} at most"
+    more = " or more" if len(ages) == len(NO_AGES) else ""  # the last number is of all older ones, too
+    return (
+        f"staleness: {mean:.1f}{more} updates on average between a gradient and its weights, "
+        f"{len(ages) - 1}{more or ' at most'}"
+    )

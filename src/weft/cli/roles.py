@@ -273,10 +273,12 @@ class ServerProgress:
 
     def interrupted(self) -> None:
         """A person, or a scheduler, ends the servers."""
+        from weft.server.local_servers import COMES_BACK_S
+
         self._end_line()
         there = len(self._last.workers) if self._last is not None else 0
         workers = f"{there} worker{'s' if there > 1 else ''}"
-        left = f"; {workers} will find that nobody answers, and end within seconds" if there else ""
+        left = f"; {workers} will find that nobody answers, and end within {COMES_BACK_S:g} s" if there else ""
         say(self._console, f"servers are ended{left}")
 
     def _end_line(self) -> None:

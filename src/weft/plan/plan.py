@@ -322,7 +322,9 @@ class Comm(Section):
     """Transport of messages."""
 
     transport: str = declare(
-        "auto", Choice(("auto", "c10d", "shared")), "Torch's backends, or shared memory between ranks of one host."
+        "auto",
+        Choice(("auto", "c10d", "shared")),
+        "Torch's backends, or shared memory between ranks of one host, and with servers of their host.",
     )
     bucket_bytes: int = declare(26214400, POSITIVE, "Size of the buffers in which gradients are exchanged.")
     timeout_s: float = declare(

@@ -5,8 +5,10 @@ parameters and buffers), which it gives to workers that join, for as long as the
 comes and goes: gradients of workers, which stay as they came until a clock is whole; their sum; and copies of weights,
 where an update may not write what a worker is still reading, or what its gradient will be compensated for.
 What a server shares with ranks of its host is the same memory in another place: gradients lie where these ranks put
-them, and weights where they read them. Not counted: lines of 128 bytes at which places begin there; the process itself
-(Python and torch, some 200 MB), and what ZeroMQ has not handed over yet.
+them, and weights where they read them. Not counted: while a snapshot is written, or a checkpoint asks for it, a copy of
+the optimizer's state, and one of the weights if they are updated meanwhile; weights that `pull` has rounded to 16 bits;
+lines of 128 bytes at which places begin in shared memory; the process itself (Python and torch, some 200 MB), and what
+ZeroMQ has not handed over yet.
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@ it is waited for, a parameter is a NaN of a shape that fits nothing, and interce
 (a layer, an average of weights between two steps, `state_dict()`, a copy of the model), waits first and gets the new
 values. Blocks, and layers outside of them, wait before they are called.
 
+Ranks of a worker that has several do not begin early: they would wait in a collective for one that loses a connection.
+
 Memory to which other objects refer (a kept `parameter.data`, `detach()` or `state_dict()`) can be read without a use of
 the parameter. References are counted, and what has more of them than weft's own is waited for at once.
 """

@@ -6,10 +6,9 @@
 (1) A bucket is pushed to its server as soon as all its gradients are complete, in whatever order that happens: nobody
 else waits in it. (2) It leaves from where autograd put it. (3) What was not pushed is, after the backward pass; the
 commit says what the worker knows of its batch. (4) The optimizer is the servers': the step ends when all of them have
-begun to send their weights, which the next forward pass waits for layer by layer (`arriving_weights.py`).
-
-Inside a worker nothing changes. Where its ranks sum gradients (rings, tied stages), buckets are pushed after that, each
-by the first rank that holds it.
+begun to send their weights, which the next forward pass waits for layer by layer (`arriving_weights.py`); ranks of a
+worker that has several wait for all. Inside a worker nothing changes. Where its ranks sum gradients (rings, tied
+stages), buckets are pushed after that, each by the first rank that holds it.
 """
 
 from __future__ import annotations

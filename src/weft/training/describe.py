@@ -88,7 +88,7 @@ def _server_lines(mesh: Mesh) -> list[str]:
     which = f"worker {mesh.run.worker}" if isinstance(mesh, WorkerMesh) else "a worker"
     server, servers = plan.server, "a server" if plan.server.shards == 1 else f"{plan.server.shards} servers"
     rule = "every worker's gradient is an update"
-    if server.mode == "sync":
+    if server.updates_together:
         workers = f"the first {plan.axes.data_ranks - server.backups}" if server.backups else "all workers"
         rule = f"an update per step of the gradients of {workers}"
     elif server.mode == "bounded":

@@ -24,8 +24,8 @@ class LostGradients:
         for server, begin in begins.items():
             if begin.num_lost > self._known.get(server, 0) and begin.index == 0:
                 log.warning(
-                    "server %d died together with workers, before a snapshot: %d of their gradients of which updates "
-                    "should be made of are not in its weights (%d before); the run goes on without them",
+                    "server %d died together with workers, before a snapshot: %d of their gradients, decided on for "
+                    "updates, are not in its weights (%d before); the run goes on without them",
                     server,
                     begin.num_lost,
                     self._known.get(server, 0),

@@ -163,7 +163,7 @@ def _require_codec(found: dict[str, Any], tensors: Sequence[ServedTensor]) -> No
     is_coding = bool(found) and codec.name != "none"
     for one in tensors:
         if one.is_coded and not (is_coding and (one.item_bytes > 2 or codec.name == "half")):
-            raise Malformed(f"tensor {one.name!r}, of {one.item_bytes} bytes an element, cannot be compressed")
+            raise Malformed(f"tensor {one.name!r}, of {one.item_bytes} bytes per element, cannot be compressed")
 
 
 def _require_optimizer(spec: Any, names: set[str]) -> None:
@@ -230,12 +230,20 @@ def difference(ours: Settings, theirs: Settings) -> str | None:
                 "be joined (None: it is in no checkpoint)"
             )
         elif name == "optimizer" and a[name] != b[name]:
-            if ours.optimizer.get("class") != theirs.optimizer.get("class"):
-                return _other("the optimizer", ours.optimizer.get("class"), theirs.optimizer.get("class"))
-            return "the optimizer's settings or parameter groups differ from those that this run began with"
+            return _optimizer_difference(ours.optimizer, theirs.optimizer)
         elif a[name] != b[name]:
             return _other(name, a[name], b[name])
     return None
+
+
+def _optimizer_difference(ours: Spec, theirs: Spec) -> str:
+    if ours["class"] != theirs["class"]:
+        return _other("the optimizer", ours["class"], theirs["class"])
+    for number, (one, other) in enumerate(zip(ours["groups"], theirs["groups"], strict=False)):
+        for name in sorted({*one["settings"], *other["settings"]}):
+            if (found := one["settings"].get(name)) != (value := other["settings"].get(name)):
+                return _other(f"the optimizer's {name} (parameter group {number})", found, value)
+    return "the optimizer's parameter groups hold other parameters here than in the run that is to be joined"
 
 
 def _other(name: str, ours: object, theirs: object) -> str:

@@ -47,7 +47,7 @@ from weft.server.protocol.settings import MASTER, Settings
 
 LEADER = 0
 SESSION_BITS = 32
-"""The lower bits of a session, which count the hellos of one worker; the upper ones are drawn at its start."""
+"""The lower bits of a session, which count the sessions of one start of a worker; the upper ones are drawn then."""
 
 
 class State(Enum):

@@ -1,9 +1,10 @@
 """Who takes part: the ranks of every worker, the connections by which they are reached, and when each was last heard.
 
 A worker is there once all its ranks have said hello, and gone when one of them says so or none of its heartbeats came
-for `dead_after_s`. Every hello of a worker begins a *session*: the upper half of its number is drawn at the worker's
-start, the lower half counts. So a second worker of the same number is refused while the first one lives, and one that
-says hello anew, because a connection or a server was lost, takes its own place, with all its ranks (`hello.py`).
+for `dead_after_s`. A *session* is of a whole worker and lasts until a server gives it up: the upper half of its number
+is drawn at the worker's start, the lower half counts. So a second worker of the same number is refused while the first
+one lives, and one that says hello anew, because a server has ended its session, takes its own place, with all its ranks
+(`hello.py`).
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ class Members:
         member = self._members.get(worker)
         if member is not None and member.session != session:
             raise LaunchError(
-                f"worker {worker} is there already; leave its number out to join as another one, or wait "
+                f"worker {worker} is there already; join by --join (WEFT_JOIN), which gives another number, or wait "
                 f"{self._dead_after_s:g} s until the old one is given up"
             )
         if member is None:
