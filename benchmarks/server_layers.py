@@ -27,7 +27,6 @@ from torch import nn
 
 import weft
 from weft.models.gpt import GPT, GPTConfig
-from weft.plan import check
 from weft.plan.plan import Axes, Comm, Data, Plan, Server
 from weft.server import worker_mesh
 from weft.server.local_servers import LocalServers
@@ -132,8 +131,6 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    for path in [path for path in check._BUILT if path.startswith("server.") or path == "data.sync"]:
-        del check._BUILT[path]
     config = GPTConfig(
         vocab_size=VOCABULARY,
         context=CONTEXT,
@@ -150,7 +147,7 @@ def main() -> None:
         axes=Axes(data=1),
         data=Data(sync="server"),
         server=Server(shards=args.servers),
-        comm=Comm(bucket_bytes=args.bucket_kilobytes << 10),
+        comm=Comm(transport="c10d", bucket_bytes=args.bucket_kilobytes << 10),
     )
     bytes_per_s = args.megabits * 1e6 / 8
     times: dict[bool, list[float]] = {True: [], False: []}
