@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from held_weights import HeldWeights, holding_weights, trickling_weights
+from listed_weights import ListedWeights
 from oracle import MLP, SGD, batch_of, cut, cut_evenly, make_trainer, small_gpt, token_batch, train_alone
 from ranks import ranks
 from served_in_threads import servers_in_threads
@@ -85,6 +86,16 @@ def test_the_first_layer_computes_before_others_are_here(plan: Plan, seen_per_st
     of_step = [seen[start : start + seen_per_step] for start in range(0, len(seen), seen_per_step)]
     late = [False] * (seen_per_step - 1)
     assert of_step == [[False, *late], *[[True, *late]] * 3]
+
+
+def test_weights_in_a_list_are_there_before_the_model_is_called() -> None:
+    """Functions of the user's own take a parameter as it is: torch does not ask its class."""
+    model = ListedWeights()
+    expected = train_alone(copy.deepcopy(model), BATCHES)
+    with trickling_weights(), served(model, server_plan(1)) as trainer:
+        losses = [float(trainer.step(*batch)) for batch in BATCHES]
+        assert_equal(weights_of(model), expected[-1].weights)
+    assert losses == pytest.approx([one.loss for one in expected], rel=1e-10)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,18 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo  # before ranks are forked
-from oracle import ADAMW, cut_evenly, data_plan, make_trainer, pipeline_plan, small_gpt, token_batch, train_alone
+from listed_weights import ListedWeights
+from oracle import (
+    ADAMW,
+    batch_of,
+    cut_evenly,
+    data_plan,
+    make_trainer,
+    pipeline_plan,
+    small_gpt,
+    token_batch,
+    train_alone,
+)
 from ranks import ranks
 from strict_plans import weft_over_strict
 from torch import Tensor, nn
@@ -112,6 +123,18 @@ def test_every_way_to_read_a_weight_between_steps_sees_the_update(shard: str) ->
                 assert type(parameter) is nn.Parameter and type(found) in (Tensor, nn.Parameter), how
                 torch.testing.assert_close(found.detach(), expected.weights[name], rtol=1e-10, atol=1e-12)
             del found  # memory that somebody refers to would be waited for at once
+
+
+@ranks(2)
+def test_weights_in_a_list_are_gathered_before_the_model_is_called() -> None:
+    """Functions of the user's own take a parameter as it is: torch does not ask its class."""
+    model = ListedWeights()
+    expected = train_alone(copy.deepcopy(model), [batch_of(4, seed) for seed in range(3)])
+    trainer = make_trainer(model, data_plan(2, shard="optimizer", bucket_bytes=SMALL))
+    with late_gathers():
+        for seed, one in enumerate(expected):
+            part = cut_evenly(batch_of(4, seed), trainer.data_size)[trainer.data_rank]
+            assert float(trainer.step(*part)) == pytest.approx(one.loss, rel=1e-10)
 
 
 @ranks(2)
