@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from dying_servers import Dying, applied_of, assert_same_bits, fresh_updates, noting_applied
+from dying_servers import Dying, EarlyWorker, ReusingWorker, applied_of, assert_same_bits, fresh_updates, noting_applied
 from served_training import server_plan
 from served_workers import Play, PlayedWorker, make_settings, play
 
@@ -167,11 +167,15 @@ def test_a_rank_closes_what_the_server_has_given_up(monkeypatch: pytest.MonkeyPa
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 8))]
 
 
-@pytest.mark.parametrize("changes", [{}, {"clip_norm": 0.5}, {"backups": 1}])
+@pytest.mark.parametrize(
+    ("changes", "kind"), [({}, EarlyWorker), ({"clip_norm": 0.5}, ReusingWorker), ({"backups": 1}, EarlyWorker)]
+)
 @pytest.mark.parametrize("seed", SEEDS)
-def test_every_synchronous_update_is_made_once_whoever_dies(seed: int, changes: dict[str, Any]) -> None:
+def test_every_synchronous_update_is_made_once_whoever_dies(
+    seed: int, changes: dict[str, Any], kind: type[ReusingWorker]
+) -> None:
     settings = make_settings(num_workers=3, num_servers=2, bucket_bytes=96, **changes)
-    made = Dying(settings, seed=seed, host=HOST)
+    made = Dying(settings, seed=seed, kind=kind, host=HOST)
     made.play(20, servers=5, workers=2)
     made.require_all_ended()
     assert num_shared(made) > 20
@@ -184,11 +188,14 @@ def test_every_synchronous_update_is_made_once_whoever_dies(seed: int, changes: 
         assert_same_bits(server, store)
 
 
+@pytest.mark.parametrize("kind", [ReusingWorker, EarlyWorker])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_every_asynchronous_update_that_was_told_is_made_once_whoever_dies(seed: int) -> None:
+def test_every_asynchronous_update_that_was_told_is_made_once_whoever_dies(
+    seed: int, kind: type[ReusingWorker]
+) -> None:
     settings = make_settings(num_workers=3, num_servers=2, mode="async", bucket_bytes=96)
     with noting_applied():
-        made = Dying(settings, seed=seed, host=HOST)
+        made = Dying(settings, seed=seed, kind=kind, host=HOST)
         made.play(20, servers=4, workers=2)
     made.require_all_ended()
     assert num_shared(made) > 20
