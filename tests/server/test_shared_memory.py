@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from dying_servers import Dying, applied_of, assert_same_bits, fresh_updates, noting_applied
+from dying_servers import Dying, EarlyWorker, ReusingWorker, applied_of, assert_same_bits, fresh_updates, noting_applied
 from served_training import server_plan
 from served_workers import Play, PlayedWorker, make_settings, play
 
@@ -27,6 +27,7 @@ from weft.server.protocol.message import Commit, Kind, Message, pack_message
 from weft.server.protocol.shared_places import SharePlaces
 from weft.server.protocol.worker_rank import State, WorkerRank
 from weft.server.server import ParameterServer
+from weft.server.weights.shared_weights import WeightMemory
 from weft.server.weights.updates import Updates
 
 HOST = "this one"
@@ -68,9 +69,14 @@ def test_the_bits_are_those_over_sockets(changes: dict[str, Any], seed: int) -> 
     assert all(not server.refused for server in made.servers)
 
 
-def two_ranks(host: str, num_clocks: int) -> tuple[list[dict[str, torch.Tensor]], Counter[Kind]]:
-    """A worker of two ranks that hold a tied tensor both, and one more each: their weights, and what the server got."""
-    holders = {"tied": (0, 1), "first": (0,), "last": (1,)}
+TIED: dict[str, tuple[int, ...]] = {"tied": (0, 1), "first": (0,), "last": (1,)}
+"""A tensor of both ranks, and one of each."""
+
+
+def two_ranks(
+    host: str, num_clocks: int, holders: dict[str, tuple[int, ...]] = TIED
+) -> tuple[list[dict[str, torch.Tensor]], Counter[Kind], ParameterServer]:
+    """A worker of two ranks, by which tensors they hold: their weights, what the server got, and it."""
     tensors = tuple(ServedTensor(name=name, numel=30, item_bytes=8, holders=of) for name, of in holders.items())
     groups = [{"settings": {"lr": 0.5}, "tensors": list(holders)}]
     settings = make_settings(
@@ -97,7 +103,7 @@ def two_ranks(host: str, num_clocks: int) -> tuple[list[dict[str, torch.Tensor]]
             found[reply.message.kind] += 1
             if ranks[to].state == State.HERE and ranks[to].clock < num_clocks:
                 queue.extend((to, said) for said in pushed(ranks[to], layout, names, held[to]))
-    return held, found
+    return held, found, server
 
 
 def pushed(rank: WorkerRank, layout: ServerLayout, names: list[str], held: dict[str, torch.Tensor]) -> list[Message]:
@@ -112,22 +118,64 @@ def pushed(rank: WorkerRank, layout: ServerLayout, names: list[str], held: dict[
 
 
 def test_ranks_of_one_worker_have_memory_of_their_own() -> None:
-    expected, by_socket = two_ranks("", 4)
-    found, shared = two_ranks(HOST, 4)
+    expected, by_socket, _ = two_ranks("", 4)
+    found, shared, _ = two_ranks(HOST, 4)
     assert all(torch.equal(one, found[place][name]) for place in (0, 1) for name, one in expected[place].items())
     assert torch.equal(found[0]["tied"], found[1]["tied"]) and not found[0]["tied"].eq(1).any()
     assert (by_socket[Kind.PUSH], by_socket[Kind.PUSH_SHARED], shared[Kind.PUSH]) == (3 * 4, 0, 0)
     assert shared[Kind.PUSH_SHARED] == 3 * 4 and shared[Kind.WEIGHTS_SHARED] >= 4 * 4
 
 
+def memories_of(server: ParameterServer) -> list[WeightMemory]:
+    assert server.store is not None and server.store._shared is not None
+    return server.store._shared._memories
+
+
+def test_a_rank_that_holds_nothing_here_keeps_no_memory_busy() -> None:
+    holders: dict[str, tuple[int, ...]] = {"first": (0,), "second": (0,), "third": (0,)}
+    expected, _, _ = two_ranks("", 6, holders)
+    found, shared, server = two_ranks(HOST, 6, holders)
+    assert all(torch.equal(one, found[0][name]) for name, one in expected[0].items())
+    assert shared[Kind.WEIGHTS_SHARED] >= 6 and server.shares.of(0, 1) is not None
+    assert len(memories_of(server)) == 1  # every update is made in place
+
+
+def test_a_rank_that_never_says_what_it_has_taken_takes_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_share.RankShare, "took", lambda self, clock: None)
+    made = play(make_settings(mode="async", num_workers=2), 12, host=HOST)
+    assert made.servers[0].version == 24 and len(memories_of(made.servers[0])) <= 1 + 2
+    expected = play(make_settings(mode="async", num_workers=2), 12)
+    assert all(torch.equal(one, made.weights()[name]) for name, one in expected.weights().items())
+
+
+def test_a_rank_closes_what_the_server_has_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While workers read several versions at once, and then fewer, again and again."""
+    tokens, make = set(), WeightMemory.__init__
+
+    def noted(self: WeightMemory, places: Any) -> None:
+        make(self, places)
+        tokens.add(self.handle.token)
+
+    monkeypatch.setattr(WeightMemory, "__init__", noted)
+    made = play(make_settings(mode="async", num_workers=4), 40, pick=random.Random(0).randrange, host=HOST)
+    assert len(tokens) > 3 * (1 + 4)
+    for worker in made.workers.values():
+        share = worker.rank.shares.of(0)
+        assert share is not None and len(share._weights) <= 1 + 4
+
+
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 8))]
 
 
-@pytest.mark.parametrize("changes", [{}, {"clip_norm": 0.5}, {"backups": 1}])
+@pytest.mark.parametrize(
+    ("changes", "kind"), [({}, EarlyWorker), ({"clip_norm": 0.5}, ReusingWorker), ({"backups": 1}, EarlyWorker)]
+)
 @pytest.mark.parametrize("seed", SEEDS)
-def test_every_synchronous_update_is_made_once_whoever_dies(seed: int, changes: dict[str, Any]) -> None:
+def test_every_synchronous_update_is_made_once_whoever_dies(
+    seed: int, changes: dict[str, Any], kind: type[ReusingWorker]
+) -> None:
     settings = make_settings(num_workers=3, num_servers=2, bucket_bytes=96, **changes)
-    made = Dying(settings, seed=seed, host=HOST)
+    made = Dying(settings, seed=seed, kind=kind, host=HOST)
     made.play(20, servers=5, workers=2)
     made.require_all_ended()
     assert num_shared(made) > 20
@@ -140,11 +188,14 @@ def test_every_synchronous_update_is_made_once_whoever_dies(seed: int, changes: 
         assert_same_bits(server, store)
 
 
+@pytest.mark.parametrize("kind", [ReusingWorker, EarlyWorker])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_every_asynchronous_update_that_was_told_is_made_once_whoever_dies(seed: int) -> None:
+def test_every_asynchronous_update_that_was_told_is_made_once_whoever_dies(
+    seed: int, kind: type[ReusingWorker]
+) -> None:
     settings = make_settings(num_workers=3, num_servers=2, mode="async", bucket_bytes=96)
     with noting_applied():
-        made = Dying(settings, seed=seed, host=HOST)
+        made = Dying(settings, seed=seed, kind=kind, host=HOST)
         made.play(20, servers=4, workers=2)
     made.require_all_ended()
     assert num_shared(made) > 20

@@ -70,12 +70,19 @@ def send_clock(server: ParameterServer, worker: int) -> Iterator[Reply]:
 
 
 def _show(server: ParameterServer, worker: int, clock: int) -> set[int]:
-    """Tell a worker's ranks that share memory with this server where the weights of this version are; returns which
-    ranks these are."""
+    """Tell a worker's ranks that share memory with this server, and hold some of its weights, where those of this
+    version are; returns which ranks these are. Another rank would never say that it has taken them."""
     assert server.store is not None and server.layout is not None
-    shares = {place: server.shares.of(worker, place) for place in server.members.peers_of(worker)}
+    layout, shares_of = server.layout, server.shares
+    reading = {
+        place
+        for bucket in range(len(layout.buckets))
+        if shares_of.has_weights(layout, bucket)
+        for place in layout.holders(bucket)
+    }
+    shares = {place: shares_of.of(worker, place) for place in server.members.peers_of(worker) if place in reading}
     found = {place: share for place, share in shares.items() if share is not None}
-    if not found or (memory := server.store.share(server.shares.weight_places(server.layout))) is None:
+    if not found or (memory := server.store.share(shares_of.weight_places(layout))) is None:
         return set()
     for share in found.values():
         share.show(clock, memory)

@@ -22,6 +22,7 @@ from weft.server.protocol.shared_places import (
     CLOCK,
     DESCRIPTOR,
     GENERATION,
+    GIVEN_UP,
     LINE_BYTES,
     NUM_BYTES,
     OPENED,
@@ -92,14 +93,16 @@ class RankShare:
 
         def is_whole() -> bool:
             fence()
-            return words_of(segment.part(0, LINE_BYTES))[0] == generation
+            return _generation(segment) == generation
 
         return frames, is_whole
 
     def took(self, clock: int) -> None:
-        """All weights of a clock are taken: the server may write there."""
+        """All weights of a clock are taken: the server may write there. What it has given up is closed, or its memory
+        would stay."""
         fence()
         self._words[TAKEN] = clock + 1
+        self._weights = {token: one for token, one in self._weights.items() if _generation(one) != GIVEN_UP}
 
 
 class RankShares:
@@ -142,6 +145,11 @@ class RankShares:
         """All weights of a clock are here."""
         if (share := self.of(server)) is not None:
             share.took(clock)
+
+
+def _generation(weights: Segment) -> int:
+    """Of what is there."""
+    return words_of(weights.part(0, LINE_BYTES))[0]
 
 
 def _handle(pid: int, fd: int, num_bytes: int, token: int) -> SegmentHandle:

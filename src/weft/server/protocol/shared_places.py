@@ -28,6 +28,8 @@ OPENED, TAKEN = 0, 1
 CLOCK, TOKEN, PID, DESCRIPTOR, NUM_BYTES, GENERATION = range(16, 22)
 """Words that the server writes, in the next line: a clock, and where the weights for it are."""
 _WORDS_BYTES = 2 * LINE_BYTES
+GIVEN_UP = (1 << 64) - 1
+"""In the place of a generation: this memory is not used again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

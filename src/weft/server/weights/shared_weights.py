@@ -14,7 +14,7 @@ import torch
 
 from weft.comm.shared_memory.segments import SegmentHandle, SegmentOwner
 from weft.server.protocol.frames import tensor_of
-from weft.server.protocol.shared_places import WeightPlaces, fence, words_of
+from weft.server.protocol.shared_places import GIVEN_UP, WeightPlaces, fence, words_of
 
 
 class WeightMemory:
@@ -48,6 +48,10 @@ class WeightMemory:
         self._words[0] = self.generation + 1
         fence()
 
+    def give_up(self) -> None:
+        """It is not used again: ranks that have opened it close it."""
+        self._words[0] = GIVEN_UP
+
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All parts, in what was free until now."""
         self.change()
@@ -73,6 +77,8 @@ class SharedWeights:
         """Memory for the weights that is read by nobody, from now on the current one. OSError if there is none."""
         free = [one for one in self._memories if one is not self.current and one.is_free]
         memory = free[0] if free else WeightMemory(self.places)
+        for one in free[1:]:
+            one.give_up()
         self._memories = [memory, *(one for one in self._memories if one not in free)]
         self.current = memory
         return memory.tensors()

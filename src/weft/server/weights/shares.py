@@ -42,6 +42,8 @@ class Share:
         self._memory = self._owner.segment.part(0, places.num_bytes)
         self._words = words_of(self._memory)
         self.is_over = False
+        self._shown = -1
+        """The last clock for which it was shown weights."""
 
     @property
     def handle(self) -> dict[str, int]:
@@ -71,6 +73,7 @@ class Share:
     def show(self, clock: int, weights: WeightMemory) -> None:
         """Say where the weights for a clock are, before its messages do."""
         handle, words = weights.handle, self._words
+        self._shown = clock
         words[CLOCK] = (1 << 64) - 1
         fence()
         words[TOKEN], words[PID], words[DESCRIPTOR] = handle.token, handle.pid, handle.fd
@@ -79,8 +82,9 @@ class Share:
         words[CLOCK] = clock
 
     def has_taken(self, clock: int) -> bool:
-        """The rank does not read the weights of a clock any more, or what it reads is of no use."""
-        return self.is_over or self._words[TAKEN] > clock
+        """The rank does not read the weights of a clock any more, or what it reads is of no use: a later one has begun,
+        whatever the rank says."""
+        return self.is_over or self._shown > clock or self._words[TAKEN] > clock
 
     def close(self) -> None:
         """The rank's session is over."""
