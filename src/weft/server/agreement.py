@@ -123,8 +123,11 @@ class Agreement:
         return Decision(version=version, chosen=chosen, complete=complete, members=rounds.current)
 
     def _complete_ready(self) -> None:
+        rounds = self.rounds
+        current, completed = set(rounds.current), set(rounds.completed)  # made once: there may be hundreds of workers
         for (worker, session, clock), servers in self._ready.items():
-            is_there = worker in self.rounds.current and self._session_of.get(worker) == session
-            is_new = is_there and worker not in self.rounds.completed
-            if is_new and clock == self.rounds.version and len(servers) == self._num_servers:
-                self.rounds.complete(worker)
+            is_whole = clock == rounds.version and len(servers) == self._num_servers
+            is_there = worker in current and self._session_of.get(worker) == session
+            if is_whole and is_there and worker not in completed:
+                rounds.complete(worker)
+                completed.add(worker)

@@ -205,7 +205,7 @@ class AllTogether:
             return False
         self._drop_late(worker)
         arrivals = self._arrivals[worker]
-        return worker in self.sharing and arrivals.next_clock == self.version and not arrivals.is_complete(self.version)
+        return arrivals.next_clock == self.version and not arrivals.is_complete(self.version) and worker in self.sharing
 
     def skip(self, worker: int, clock: int) -> None:
         """A worker goes on with a later clock, that of a version which is decided on."""

@@ -47,6 +47,8 @@ from weft.server.workers.members import DEAD_AFTER_S, Members
 
 LEADER = 0
 _KNOWN = Message(kind=Kind.KNOWN)
+_NOBODY_GOES_ON = frozenset({Kind.PUSH, Kind.PUSH_SHARED, Kind.ALIVE})
+"""Most messages: nothing follows from one of these, so that of hundreds of workers none is looked at."""
 
 
 class ParameterServer:
@@ -105,7 +107,10 @@ class ParameterServer:
         """What a message is answered with. One that is not as it should be changes nothing, and is counted. Raises
         LaunchError if the server that leads refuses this one."""
         try:
-            replies = list(self._handle(peer, read_message(frames), now_s))
+            message = read_message(frames)
+            replies = list(self._handle(peer, message, now_s))
+            if message.kind in _NOBODY_GOES_ON:
+                return replies
         except Malformed:
             self.refused["malformed"] += 1
             replies = []

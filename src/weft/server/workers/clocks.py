@@ -14,13 +14,17 @@ class Clocks:
     def __init__(self, staleness: int | None) -> None:
         self.staleness = staleness
         self._clocks: dict[int, int] = {}
+        self._slowest: int | None = None
+        """The least of them; None where it has to be looked for, among hundreds."""
         self.largest_gap = 0
         """Clocks that a worker was ahead of the slowest when it was let go, at most so far."""
 
     @property
     def slowest(self) -> int:
         """The clock of the slowest worker; 0 without workers."""
-        return min(self._clocks.values(), default=0)
+        if self._slowest is None:
+            self._slowest = min(self._clocks.values(), default=0)
+        return self._slowest
 
     @property
     def workers(self) -> tuple[int, ...]:
@@ -32,15 +36,16 @@ class Clocks:
 
     def join(self, worker: int, clock: int) -> None:
         """A worker takes part from this clock on."""
-        self._clocks[worker] = clock
+        self._clocks[worker], self._slowest = clock, None
 
     def leave(self, worker: int) -> None:
         """Nobody waits for this worker any more."""
         self._clocks.pop(worker, None)
+        self._slowest = None
 
     def finish(self, worker: int, clock: int) -> None:
         """A worker's gradients of a clock are applied."""
-        self._clocks[worker] = clock + 1
+        self._clocks[worker], self._slowest = clock + 1, None
 
     def may_begin(self, worker: int) -> bool:
         """True if a worker may begin its next clock, and does."""
