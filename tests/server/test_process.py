@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from served_workers import PlayedWorker, first_weights, make_settings, play
 
 from weft.errors import LaunchError
 from weft.server.local_servers import LocalServers
-from weft.server.process import ServerLoop, ServerOptions
+from weft.server.process import MOST_FILES, ServerLoop, ServerOptions, allow_connections
 from weft.server.protocol.client import ServerClient
 from weft.server.protocol.connection import ServerConnection
 from weft.server.protocol.keys import make_key, read_key, write_key
@@ -302,3 +303,14 @@ def test_a_worker_that_is_killed_is_noticed_within_5_seconds(mode: str, tmp_path
             other.kill()
             other.wait()
     assert worker.begun[-1].index == 0 and worker.begun[-1].num_workers == 1
+
+
+def test_a_server_takes_as_many_connections_as_the_system_allows() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+        allow_connections()
+        expected = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (expected, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -231,12 +231,19 @@ class Store:
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
+        self.gets_all = True
 
     def set(self, key: str, value: str) -> None:
         self.values[key] = value.encode()
 
     def get(self, key: str) -> bytes:
         return self.values[key]
+
+    def has_extended_api(self) -> bool:
+        return self.gets_all
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        return [self.values[key] for key in keys]
 
     def check(self, keys: Sequence[str]) -> bool:
         return all(key in self.values for key in keys)
@@ -245,8 +252,10 @@ class Store:
         return self.values.pop(key, None) is not None
 
 
-def test_a_board_in_a_store_keeps_what_somebody_may_still_read() -> None:
+@pytest.mark.parametrize("gets_all", [True, False])
+def test_a_board_in_a_store_keeps_what_somebody_may_still_read(gets_all: bool) -> None:
     store = Store()
+    store.gets_all = gets_all
     clocks = [OneClock(StoreBoard(store, "worker", rank=rank, size=2)) for rank in (0, 1)]
     for number in range(5):
         for rank, one in enumerate(clocks):

@@ -14,11 +14,15 @@ import pytest
 from dying_servers import Dying, EarlyWorker, ReusingWorker, applied_of, assert_same_bits, fresh_updates, noting_applied
 from served_workers import first_weights, make_settings, optimizer_spec, part_of, play
 
+from weft.errors import LaunchError
 from weft.server.agreement import Decision
 from weft.server.decisions import as_plain, read_decision
 from weft.server.protocol.lost_gradients import LostGradients
-from weft.server.protocol.message import Begin, Kind, Malformed, pack_message
+from weft.server.protocol.message import Begin, Kind, Malformed, pack_message, pack_object
+from weft.server.protocol.settings import require_readable
 from weft.server.recovery import COMES_AGAIN_S, MOST_AHEAD
+from weft.server.server import ParameterServer
+from weft.server.snapshot import go_on, take
 from weft.server.weights.updates import Said, Updates
 
 KINDS: Sequence[type[ReusingWorker]] = (ReusingWorker, EarlyWorker)
@@ -240,3 +244,17 @@ def test_decisions_are_kept_until_all_servers_have_saved_them() -> None:
     made.begin_save(0)
     made.end_save(0)
     assert [one["number"] for one in leader.decisions.as_records()] == [7]
+
+
+def test_the_longest_hello_is_not_longer_in_a_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is longer than that is refused where it would be said: servers do not answer it."""
+    settings = make_settings(num_workers=1)
+    snapshot = take(play(settings, 2).servers[0])
+    longest = len(pack_object(settings.as_object()))
+    monkeypatch.setattr("weft.server.protocol.message.OBJECT_BYTES", longest)
+    require_readable(settings)
+    go_on(again := ParameterServer(), snapshot)
+    assert again.version == 2 and again.settings == settings
+    monkeypatch.setattr("weft.server.protocol.message.OBJECT_BYTES", longest - 1)
+    with pytest.raises(LaunchError, match=rf"of 3 tensors on 1 servers: an object of \[{longest}\] bytes; use fewer"):
+        require_readable(settings)

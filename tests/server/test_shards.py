@@ -5,14 +5,18 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 
 from weft.errors import PlanError
 from weft.plan.partition.server_shards import (
     LEAST_PART_BYTES,
+    MOST_PARTS_TOGETHER,
     ServedTensor,
     assign_buckets,
     assign_parts,
 )
+from weft.server.protocol.message import Kind, Message, pack_message, read_message
+from weft.server.protocol.optimizer_state import pack_states
 
 
 def model(seed: int) -> list[ServedTensor]:
@@ -72,6 +76,17 @@ def test_a_part_larger_than_a_bucket_travels_by_itself() -> None:
     (parts,) = assign_parts(tensors, 1, most_bytes=100)
     assert [(part.start, part.stop) for part in parts] == [(0, 1000), (1000, 2000), (2000, 3000)]
     assert assign_buckets(tensors, parts, bucket_bytes=100) == ((0,), (1,), (2,))
+
+
+def test_no_message_has_more_parts_than_a_header_can_count_with_their_state() -> None:
+    """Adam keeps two tensors and a number of each part, and a rank that asks for them gets its weights, too."""
+    tensors = [ServedTensor(name=str(number), numel=3, item_bytes=4) for number in range(3 * MOST_PARTS_TOGETHER - 1)]
+    (parts,) = assign_parts(tensors, 1)
+    buckets = assign_buckets(tensors, parts, bucket_bytes=1 << 25)
+    assert [len(one) for one in buckets] == [MOST_PARTS_TOGETHER, MOST_PARTS_TOGETHER, MOST_PARTS_TOGETHER - 1]
+    state = {"step": torch.tensor(1.0), "exp_avg": torch.zeros(3), "exp_avg_sq": torch.zeros(3)}
+    frames = [b"" for _ in buckets[0]] + pack_states([state] * len(buckets[0]))
+    assert read_message(pack_message(Message(kind=Kind.STATE, frames=tuple(frames)))).frames == tuple(frames)
 
 
 def test_no_servers() -> None:

@@ -193,3 +193,12 @@ def test_workers_of_several_hosts_without_an_address() -> None:
         else:
             with worker_mesh.join_run(server_plan(2), "cpu", timeout_s=60).servers:  # type: ignore
                 pass
+
+
+def test_a_worker_asks_for_hardware_queues_before_it_looks_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As every other run does: its ranks have a stream for each of their communicators."""
+    for device, expected in (("cpu", None), (None, "32")):
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "")  # what was there comes back after the test
+        monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
+        worker_mesh._world_of_worker(None, 0, 0, 1, device, 1.0)
+        assert os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == expected

@@ -10,7 +10,6 @@ their random states, what codecs had not sent, `trainer.extra_state`, the latest
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -32,7 +31,7 @@ from weft.server.protocol.layout import ServerLayout
 from weft.server.protocol.message import Buffer, Kind, Malformed, Message
 from weft.server.protocol.optimizer_state import read_states
 from weft.server.protocol.served_run import seed_of
-from weft.server.protocol.settings import Settings, read_settings
+from weft.server.protocol.settings import Settings, settings_of_object
 from weft.server.snapshot import Snapshot as ServerSnapshot
 
 log = logging.getLogger("weft")
@@ -130,8 +129,7 @@ def _checkpoint_of(snapshots: Sequence[ServerSnapshot]) -> Snapshot:
 
 def _settings_of(snapshot: ServerSnapshot) -> Settings:
     try:
-        said = json.dumps(snapshot.plain["settings"]).encode()
-        return read_settings(Message(kind=Kind.HELLO, frames=(said,)))
+        return settings_of_object(snapshot.plain["settings"])
     except Malformed as problem:
         raise CheckpointError(f"the snapshots of a server cannot be read: {problem}") from None
 

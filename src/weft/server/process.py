@@ -13,10 +13,12 @@ from __future__ import annotations
 import io
 import json
 import logging
+import resource
 import signal
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -37,6 +39,10 @@ POLL_MS = 200
 REPORT_EVERY_S = 1.0
 UNTIL_LEFT = "l"
 """What the process that started a server tells it: to end when all workers have left."""
+MOST_FILES = 1 << 20
+"""Files and connections that a server's process asks for, if the system allows so many."""
+_MOST_WAITING = 4096
+"""Connections that are made and not looked at yet: all ranks of a run come at once."""
 _COPY_BELOW = 65536
 """Bytes of a frame below which ZeroMQ copies it, which is faster there than to keep count of it."""
 
@@ -100,6 +106,7 @@ class ServerLoop:
         self._socket.router_mandatory = True  # a reply to somebody who is gone is told, not dropped in silence
         self._socket.sndhwm = self._socket.rcvhwm = 0  # a worker has one clock under way, which bounds them
         self._socket.linger = 0
+        self._socket.backlog = _MOST_WAITING
         self._leader: Any = None
         self._leader_monitor: Any = None
         self._socket.maxmsgsize = max(options.most_frame_bytes, OBJECT_BYTES)
@@ -234,6 +241,7 @@ def run(options: ServerOptions) -> None:
     import torch
 
     torch.set_num_threads(options.num_threads)
+    allow_connections()
     invitations = None
     if options.job and options.number == 0:
         invitations = Invitations(
@@ -268,6 +276,16 @@ def run(options: ServerOptions) -> None:
         loop.run_until_closed(parent)
     finally:
         loop.close()
+
+
+def allow_connections() -> None:
+    """Raise this process's limit on open files as far as it may: every rank has two connections here, and beyond the
+    usual 1,024 the next ones would hear nothing, not even that."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(OSError, ValueError):  # macOS allows less than it says
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _report_end(error: WeftError) -> NoReturn:

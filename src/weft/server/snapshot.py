@@ -12,7 +12,6 @@ make a checkpoint (`checkpoint/server_snapshots.py`): settings say where each fl
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -21,7 +20,7 @@ from weft.errors import LaunchError
 from weft.server.protocol.frames import frame_of
 from weft.server.protocol.message import Buffer, Kind, Malformed, Message
 from weft.server.protocol.optimizer_state import pack_states
-from weft.server.protocol.settings import read_settings
+from weft.server.protocol.settings import settings_of_object
 from weft.server.server import ParameterServer
 from weft.server.weights.updates import Told
 
@@ -107,8 +106,7 @@ def go_on(server: ParameterServer, snapshot: Snapshot, records: Sequence[Mapping
     Raises LaunchError for a snapshot that is not of this server."""
     plain = snapshot.plain
     try:
-        settings = read_settings(Message(kind=Kind.HELLO, frames=(json.dumps(plain["settings"]).encode(),)))
-        server.begin(settings)
+        server.begin(settings_of_object(plain["settings"]))
         assert server.layout is not None
         for bucket, frames in enumerate(snapshot.fixed):
             place = server.layout.fixed_holders(bucket)[0]

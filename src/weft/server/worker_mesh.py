@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from weft.comm.objects import gather_values
+from weft.comm.world.binding import request_hardware_queues
 from weft.errors import LaunchError, WeftError
 from weft.hosts import host_id
 from weft.mesh import Mesh
@@ -335,6 +336,8 @@ def _world_of_worker(
     timeout_s: float,
 ) -> World:
     local_rank = int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0")
+    if device is None or torch.device(device).type == "cuda":
+        request_hardware_queues(os.environ)  # before the first question to the driver
     chosen = choose_device(device, local_rank)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)

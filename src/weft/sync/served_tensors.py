@@ -29,7 +29,7 @@ from weft.plan.partition.server_shards import ServedTensor
 from weft.plan.plan import Codec, Plan
 from weft.server.protocol.optimizer_spec import Spec, describe_optimizer
 from weft.server.protocol.served_run import ServedRun
-from weft.server.protocol.settings import MASTER, Settings
+from weft.server.protocol.settings import MASTER, Settings, require_readable
 from weft.sync.base import Sync
 from weft.sync.fixed_tensors import FixedTensors, fixed_of_all, fixed_tensors
 
@@ -113,7 +113,7 @@ def refuse_narrow(pieces: Sequence[Piece], plan: Plan) -> None:
 def settings_of(run: ServedRun, together: ServedTensors, *, num_ranks: int, needs_norms: bool) -> Settings:
     """What this worker's ranks say to the servers."""
     plan = run.plan
-    return Settings(
+    settings = Settings(
         job=run.job,
         weft=own_versions()["weft"],
         mode=plan.server.mode,
@@ -136,6 +136,8 @@ def settings_of(run: ServedRun, together: ServedTensors, *, num_ranks: int, need
         fixed_dtypes=together.fixed_dtypes,
         places=together.places,
     )
+    require_readable(settings)
+    return settings
 
 
 def fixed_of(model: nn.Module, sync: Sync, layouts: Mapping[str, Layout], mesh: Mesh) -> FixedTensors:

@@ -15,6 +15,8 @@ from weft.errors import PlanError
 
 LEAST_PART_BYTES = 65536
 """Parts are not smaller than this: a message of less costs its header rather than its bytes."""
+MOST_PARTS_TOGETHER = 4096
+"""Parts in one message, whose header counts 65,535 frames: weights, and some for what the optimizer keeps of each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,14 +99,14 @@ def assign_buckets(
     tensors: Sequence[ServedTensor], parts: Sequence[ServedPart], *, bucket_bytes: int
 ) -> tuple[tuple[int, ...], ...]:
     """The parts of a server that travel in one message, as their numbers: neighbours with the same holders, up to
-    `bucket_bytes` of them, one at least. Buckets are in the order of their first parts."""
+    `bucket_bytes` of them (and `MOST_PARTS_TOGETHER`), one at least. Buckets are in the order of their first parts."""
     buckets: list[list[int]] = []
     is_open: dict[tuple[int, ...], tuple[int, int]] = {}
     for number, part in enumerate(parts):
         tensor = tensors[part.tensor]
         num_bytes = part.numel * tensor.item_bytes
         place, so_far = is_open.get(tensor.holders, (-1, 0))
-        if place < 0 or so_far + num_bytes > bucket_bytes:
+        if place < 0 or so_far + num_bytes > bucket_bytes or len(buckets[place]) == MOST_PARTS_TOGETHER:
             place, so_far = len(buckets), 0
             buckets.append([])
         buckets[place].append(number)

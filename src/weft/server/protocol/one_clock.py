@@ -44,7 +44,11 @@ class StoreBoard:
 
     def read(self, number: int) -> Sequence[str] | None:
         keys = [self._key(number, rank) for rank in range(self._size)]
-        return [self._store.get(key).decode() for key in keys] if self._store.check(keys) else None
+        if not self._store.check(keys):
+            return None
+        can_get_all = self._store.has_extended_api()  # in one message, and not in one for each rank in every step
+        found = self._store.multi_get(keys) if can_get_all else [self._store.get(key) for key in keys]
+        return [text.decode() for text in found]
 
     def _key(self, number: int, rank: int) -> str:
         return f"{self._name}/{number}/{rank}"

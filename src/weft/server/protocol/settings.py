@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from weft.errors import PlanError
+from weft.errors import LaunchError, PlanError
 from weft.plan.partition.flat_buffers import item_bytes
 from weft.plan.partition.server_shards import ServedTensor
 from weft.plan.plan import Codec, updates_together
-from weft.server.protocol.message import Malformed, Message, read_object
+from weft.server.protocol.message import Kind, Malformed, Message, pack_object, read_object
 from weft.server.protocol.optimizer_spec import Spec
 
 MASTER = "master"
@@ -145,6 +145,24 @@ def read_settings(message: Message) -> Settings:
     _require_codec(values["codec"], tensors)
     dtypes = {"dtypes": tuple(values["dtypes"]), "fixed_dtypes": tuple(fixed_dtypes)}
     return Settings(**{**values, **dtypes, "tensors": tensors, "fixed": fixed})
+
+
+def settings_of_object(said: dict[str, Any]) -> Settings:
+    """What `as_object` gave; raises Malformed."""
+    return read_settings(Message(kind=Kind.HELLO, frames=(pack_object(said),)))
+
+
+def require_readable(settings: Settings) -> None:
+    """Raise LaunchError for what servers do not take: whoever said it would wait for an answer, and not know why none
+    comes."""
+    try:
+        settings_of_object(settings.as_object())
+    except Malformed as problem:
+        num_tensors = len(settings.tensors) + len(settings.fixed)
+        raise LaunchError(
+            f"servers cannot read what a worker says of this model, of {num_tensors} tensors on {settings.num_servers} "
+            f"servers: {problem}; use fewer [server] shards, fewer ranks in a worker, or a model of fewer tensors"
+        ) from None
 
 
 def _is_place(found: Any) -> bool:
