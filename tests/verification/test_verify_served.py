@@ -212,8 +212,8 @@ def test_a_server_that_divides_by_another_number() -> None:
     def plant(patch: pytest.MonkeyPatch, trainer: Trainer) -> None:
         real = updates.add_up
 
-        def add_up(*given: Any, num_targets: float) -> Any:
-            return real(*given, num_targets=2 * num_targets)
+        def add_up(*given: Any, num_targets: float, **named: Any) -> Any:
+            return real(*given, num_targets=2 * num_targets, **named)
 
         patch.setattr(updates, "add_up", add_up)
 

@@ -73,8 +73,7 @@ class ParameterServer:
         self.number, self._dead_after_s, self._most_frame_bytes = number, dead_after_s, most_frame_bytes
         self.invitations = invitations
         self.settings: Settings | None = None
-        self._job = 0
-        """The digest of the settings, which takes as long as an update of a small layer."""
+        self._job = 0  # the digest of the settings, which takes as long as an update of a small layer
         self.layout: ServerLayout | None = None
         self.store: PartStore | None = None
         self.updates: Updates | None = None

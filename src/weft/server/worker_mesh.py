@@ -173,7 +173,7 @@ class WorkerMesh(Mesh):
             self._held.close()
         sync, self._sync = self._sync, None
         if sync is not None:
-            sync.leave()
+            sync.leave(failed=failed)
         servers, self._servers = self._servers, None
         if servers is not None and failed:
             servers.close()

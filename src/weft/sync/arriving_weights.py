@@ -27,7 +27,7 @@ from torch import nn
 from weft.parallel.wrapping.wrap import add_hook
 from weft.parallel.zero.flat_parameters import PLACEHOLDER_NUMEL, FlatParameters, Piece
 from weft.parallel.zero.intercepted_parameter import intercepting_class, set_class
-from weft.parallel.zero.overlapped_gather import num_references
+from weft.parallel.zero.overlapped_gather import num_references, used_by
 from weft.sync.push_when_complete import BucketKey
 
 Views = list[list[torch.Tensor | None]]
@@ -201,7 +201,7 @@ class ArrivingWeights:
             unit.wait()
 
     def _wait_before(self, module: nn.Module, *, recurse: bool) -> None:
-        own = set(module.parameters(recurse=recurse))
+        own = used_by(module, recurse=recurse)
         used = [unit for unit in self.units if not own.isdisjoint(unit.parameters)]
         if used:
             why = "waits for its parameters, which come from servers"

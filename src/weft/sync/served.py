@@ -187,10 +187,10 @@ class ServedSync(WrappingSync):
         if begin.step:
             trainer.steps_done, trainer.data_position = begin.step, begin.position
 
-    def leave(self) -> None:
-        """This worker ends."""
+    def leave(self, *, failed: bool = False) -> None:
+        """This worker ends; `failed`: maybe not on all of its ranks."""
         if self._client is not None:
-            self._client.close()
+            self._client.close(failed=failed)
             self._client = None
 
     def commit(

@@ -121,7 +121,7 @@ class OverlappedGathers:
             gather.wait()
 
     def _wait_before(self, module: nn.Module, *, recurse: bool) -> None:
-        own = set(module.parameters(recurse=recurse))
+        own = used_by(module, recurse=recurse)
         used = [one for one in self._gathers if one.is_of(own)]
         if not used:
             return
@@ -142,6 +142,16 @@ class _WaitBefore:
 
     def __reduce__(self) -> tuple[type[_WaitBefore], tuple[()]]:
         return _WaitBefore, ()
+
+
+def used_by(module: nn.Module, *, recurse: bool) -> set[nn.Parameter]:
+    """The parameters that a call of a module uses: its own, and those of lists and dicts in it, which are never called.
+    `recurse`: those of all modules in it."""
+    found = set(module.parameters(recurse=recurse))
+    for inside in module.children():
+        if isinstance(inside, nn.ParameterList | nn.ParameterDict):
+            found |= set(inside.parameters())
+    return found
 
 
 def num_references(tensor: torch.Tensor) -> int:

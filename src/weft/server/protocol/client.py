@@ -33,6 +33,8 @@ log = logging.getLogger("weft")
 JOIN_TIMEOUT_S = 20.0
 SILENT_AFTER_S = 10.0
 """A server that was not heard for so long is gone, unless it said that it would be started again."""
+LEAVES_WITHIN_S = 10.0
+"""For so long a rank waits for others of its worker before it leaves."""
 _LOOK_S = 0.5
 """Seconds after which a wait looks whether servers are still there."""
 _LOOK_RANKS_S = 0.001
@@ -161,14 +163,18 @@ class ServerClient:
         received = [one + other for one, other in zip(by_socket, shared, strict=True)]
         return list(zip(self._connection.sent_bytes, received, strict=True))
 
-    def close(self) -> None:
-        """Leave the run. A server that is being started again gets first what it has lost, for nobody else has it."""
+    def close(self, *, failed: bool = False) -> None:
+        """Leave the run. A server that is being started again gets first what it has lost, for nobody else has it.
+        `failed`: other ranks of the worker may not leave."""
         self._is_closing = True
         self._background.close()
         self._is_closing = False
         if any(self.rank.comes_back_s.values()):
             with suppress(LaunchError, Malformed):
                 self._bring_lost(max(self.rank.comes_back_s.values()))
+        if self._one_clock is not None and not failed:
+            with suppress(LaunchError, Malformed, RuntimeError):  # of a store that is gone with its rank
+                self._meet_to_leave(self._one_clock)
         self._say(self.rank.leave())
         self._connection.close()
 
@@ -176,6 +182,12 @@ class ServerClient:
         while (found := self._connection.receive(0.0)) is not None:
             self._say(self.rank.hello_again(found.server) if isinstance(found, Lost) else self.rank.receive(found))
         self._until(lambda: len(self.rank.welcomed) == len(self.rank.layouts), timeout_s, lambda: "it does not answer")
+
+    def _meet_to_leave(self, one_clock: OneClock) -> None:
+        """No rank of a worker leaves before all are about to: servers end when the last worker leaves, and another rank
+        of it would then wait for them to come back."""
+        one_clock.post(self.rank.session, [])
+        self._until(lambda: one_clock.is_whole, LEAVES_WITHIN_S, self._no_ranks, puts_off=True)
 
     def __enter__(self) -> Self:
         return self

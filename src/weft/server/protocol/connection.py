@@ -98,21 +98,22 @@ class ServerConnection:
         deadline = time.monotonic() + timeout_s
         while True:
             left_ms = max(int(1000 * (deadline - time.monotonic())), 0)
-            ready = {id(socket) for socket, _ in self._poller.poll(left_ms)}  # to compare two sockets takes long
+            ready = [socket for socket, _ in self._poller.poll(left_ms)]
             if not ready:
                 return None
             for number, monitor in enumerate(self._monitors):
-                if id(monitor) in ready and self._is_lost(number, monitor.recv_multipart()[0]):
+                if monitor in ready and self._is_lost(number, monitor.recv_multipart()[0]):
                     return Lost(number)
-            number = next((number for number, one in enumerate(self._sockets) if id(one) in ready), -1)
-            if number < 0:
+            ready = [socket for socket in ready if socket not in self._monitors]
+            if not ready:
                 continue
-            frames = self._sockets[number].recv_multipart(copy=False)
+            frames = ready[0].recv_multipart(copy=False)
             try:
                 message = read_message([one.buffer for one in frames])
             except Malformed:
                 self.num_malformed += 1
                 continue
+            number = self._sockets.index(ready[0])
             if message.server != number:
                 raise LaunchError(
                     f"at {self.addresses[number]} is server {message.server} of the run, not server {number}; give the "
