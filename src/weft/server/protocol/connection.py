@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,9 +87,13 @@ class ServerConnection:
         return socket, monitor
 
     def send(self, message: Message) -> None:
-        """Send a message to its server, from where it lies."""
+        """Send a message to its server, from where it lies. To one that has refused the connection, for its key, there
+        is no way: nothing is sent, and no answer comes."""
         frames = pack_message(message)
-        self._sockets[message.server].send_multipart(frames, copy=False)
+        try:
+            self._sockets[message.server].send_multipart(frames, self._zmq.DONTWAIT, copy=False)
+        except self._zmq.Again:
+            return
         num_bytes = HEADER_BYTES + sum(map(len, message.frames))  # also of those in shared memory
         self.sent_bytes[message.server] += num_bytes
         self._traffic.add(num_calls=1, sent_bytes=num_bytes)
@@ -145,7 +150,8 @@ class ServerConnection:
             frames = pack_message(alive())
             for (socket, _), there in zip(made, is_there, strict=True):
                 if there:
-                    socket.send_multipart(frames)
+                    with suppress(self._zmq.Again):
+                        socket.send_multipart(frames, self._zmq.DONTWAIT)
             if self._ends.wait(HEARTBEAT_S):
                 break
             for number, (socket, monitor) in enumerate(made):
