@@ -181,8 +181,6 @@ def test_who_has_not_the_key_never_reaches_the_server(loop: Any) -> None:
     for one in strangers:
         one.send(hello)
     assert not turn_until(server, lambda: server.server.settings is not None, 1.0)
-    for one in strangers:  # which are refused by now, and must not wait for a way to send
-        one.send(hello)
     member = ServerConnection(server.addresses, key)
     member.send(hello)
     assert turn_until(server, lambda: server.server.settings is not None, 5.0)
@@ -191,6 +189,16 @@ def test_who_has_not_the_key_never_reaches_the_server(loop: Any) -> None:
     assert all(one.receive(0.0) is None for one in strangers)
     for one in (*strangers, member):
         one.close()
+
+
+@pytest.mark.timeout(30)
+def test_who_is_refused_before_it_speaks_does_not_wait_for_a_way_to_send(loop: Any) -> None:
+    server, _ = loop
+    stranger = ServerConnection(server.addresses, None)
+    assert turn_until(server, lambda: not stranger._sockets[0].poll(0, zmq.POLLOUT), 10.0), "it was not refused"
+    stranger.send(PlayedWorker(0, make_settings(num_workers=1)).hello())
+    assert stranger.sent_bytes == [0]
+    stranger.close()
 
 
 def test_a_frame_longer_than_any_ends_the_connection(loop: Any) -> None:
