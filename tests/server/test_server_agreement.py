@@ -16,7 +16,6 @@ from served_workers import (
     gradients_of,
     make_settings,
     optimizer_spec,
-    play,
     server_peer,
 )
 
@@ -117,25 +116,6 @@ def test_a_worker_that_reached_all_servers_counts_though_it_is_gone() -> None:
     agreement.ready(0, 1, 7, clock=0)
     agreement.ready(1, 1, 7, clock=0)
     assert agreement.decide() == Decision(version=0, chosen=(0, 1), complete=(0, 1), members=(1,))
-
-
-def test_a_hello_waits_until_its_earlier_session_is_over_everywhere() -> None:
-    """It is answered once: the first server may be gone for minutes."""
-    settings = make_settings(num_workers=1, num_servers=2)
-    made = play(settings, 3)
-    worker, num_delivered = made.workers[0], 0
-    made.steps_at_most = 6
-    for reply in made.servers[1].tick(100.0):
-        made.answer(1, reply)
-    while found := [one for one in made.open() if one[0] != "across"]:
-        made.deliver(*found[0])
-        num_delivered += 1
-        assert num_delivered < 50, "they talk until the first server answers"
-    assert 1 not in worker.rank.welcomed and made.servers[1].leaving
-    made.run(6)
-    assert worker.rank.welcomed == {0, 1} and worker.clock == 5 and not made.servers[1].put_off
-    expected = play(settings, 6)
-    assert all(torch.equal(one, made.weights()[name]) for name, one in expected.weights().items())
 
 
 def test_what_is_said_of_an_earlier_session_changes_nothing() -> None:

@@ -54,7 +54,7 @@ def answer_hello(server: ParameterServer, peer: bytes, message: Message, now_s: 
             yield server.given_up(peer, asked, session)
             return
         if asked in server.leaving:
-            server.put_off[peer] = asked, Reply(peer=peer, message=server.message(Kind.LATER, asked, session=session))
+            yield Reply(peer=peer, message=server.message(Kind.LATER, asked, session=session))
             return
         known = members.who(peer)
         free = known[0] if known is not None else members.free_number()

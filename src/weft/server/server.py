@@ -93,8 +93,6 @@ class ParameterServer:
         """Questions for the optimizer's state, by connection."""
         self.leaving: dict[int, int] = {}
         """Sessions of workers that are gone here, and maybe not yet for the other servers."""
-        self.put_off: dict[bytes, tuple[int, Reply]] = {}
-        """Hellos of these workers, by connection, with the answers that are sent when all servers know it."""
         self._farewells: list[Reply] = []
         self.num_tickets = 0
         self.first_progress = (0, 0)
@@ -237,8 +235,6 @@ class ParameterServer:
         yield from self.converse()
         farewells, self._farewells = self._farewells, []
         yield from farewells
-        for peer in [peer for peer, (worker, _) in self.put_off.items() if worker not in self.leaving]:
-            yield self.put_off.pop(peer)[1]
         for worker in sorted(self._waiting):
             if self.mode is not None and self.mode.may_begin(worker) and self._has_its_clocks(worker):
                 del self._waiting[worker]

@@ -74,8 +74,7 @@ class Kind(IntEnum):
     GIVEN_UP = 20
     """A worker's session is over for this server: say hello anew, in that which `clock` names."""
     LATER = 21
-    """The answer to HELLO once an earlier session, which was not yet, is over for all servers: say it again, in this
-    session."""
+    """The answer to HELLO: an earlier session is not over for all servers yet; say it again, in this session."""
     STATE = 22
     """A bucket of weights, with the optimizer's state."""
     RUN = 23
