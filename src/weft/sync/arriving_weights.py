@@ -27,7 +27,7 @@ from torch import nn
 from weft.parallel.wrapping.wrap import add_hook
 from weft.parallel.zero.flat_parameters import PLACEHOLDER_NUMEL, FlatParameters, Piece
 from weft.parallel.zero.intercepted_parameter import intercepting_class, set_class
-from weft.parallel.zero.overlapped_gather import num_references, used_by
+from weft.parallel.zero.overlapped_gather import WaitBefore, num_references, used_by
 from weft.sync.push_when_complete import BucketKey
 
 Views = list[list[torch.Tensor | None]]
@@ -205,22 +205,7 @@ class ArrivingWeights:
         used = [unit for unit in self.units if not own.isdisjoint(unit.parameters)]
         if used:
             why = "waits for its parameters, which come from servers"
-            add_hook(module, "forward_pre", _WaitBefore(used), by="served", why=why, prepend=True)
-
-
-class _WaitBefore:
-    """A hook that waits for units; in a copied or saved module, which has parameters of its own, it does nothing."""
-
-    def __init__(self, units: Sequence[ArrivingUnit] = ()) -> None:
-        self._units = units
-
-    def __call__(self, *_: object) -> None:
-        if not torch.compiler.is_compiling():
-            for unit in self._units:
-                unit.wait()
-
-    def __reduce__(self) -> tuple[type[_WaitBefore], tuple[()]]:
-        return _WaitBefore, ()
+            add_hook(module, "forward_pre", WaitBefore(used), by="served", why=why, prepend=True)
 
 
 def _together(model: nn.Module, blocks: Sequence[str], pieces: Sequence[Piece]) -> Iterator[dict[str, nn.Parameter]]:

@@ -23,6 +23,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Collection, Sequence
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -126,22 +127,29 @@ class OverlappedGathers:
         if not used:
             return
         why = "waits for its parameters, which are gathered after an update"
-        add_hook(module, "forward_pre", _WaitBefore(used), by="zero", why=why, prepend=True)
+        add_hook(module, "forward_pre", WaitBefore(used), by="zero", why=why, prepend=True)
 
 
-class _WaitBefore:
-    """A hook that waits for gathers; in a copied or saved module, which has parameters of its own, it does nothing."""
+class Awaited(Protocol):
+    """Parameters that are waited for together."""
 
-    def __init__(self, gathers: Sequence[OverlappedGather] = ()) -> None:
-        self._gathers = gathers
+    def wait(self) -> None:
+        """Return when they are here."""
+
+
+class WaitBefore:
+    """A hook that waits for parameters; in a copied or saved module, which has its own, it does nothing."""
+
+    def __init__(self, awaited: Sequence[Awaited] = ()) -> None:
+        self._awaited = awaited
 
     def __call__(self, *_: object) -> None:
         if not torch.compiler.is_compiling():
-            for gather in self._gathers:
-                gather.wait()
+            for one in self._awaited:
+                one.wait()
 
-    def __reduce__(self) -> tuple[type[_WaitBefore], tuple[()]]:
-        return _WaitBefore, ()
+    def __reduce__(self) -> tuple[type[WaitBefore], tuple[()]]:
+        return WaitBefore, ()
 
 
 def used_by(module: nn.Module, *, recurse: bool) -> set[nn.Parameter]:
